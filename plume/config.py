@@ -1,0 +1,298 @@
+"""What a model is and what a run does, as plain frozen data: fields, presets, recipes, overrides. No torch here."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_type_hints
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend; the command line shows its message alone and leaves with code 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One stack of Transformer blocks, or two. Fields say how it behaves, never which checkpoint it is."""
+
+    vocab_size: int
+    context: int  # longest sequence the position table covers
+    layers: int
+    heads: int
+    width: int
+    hidden: int | None = None  # width inside the MLP; unset means four times the width
+    decoder_layers: int = 0  # more than none makes an encoder-decoder, `layers` being the encoder's
+    norm: Literal["pre", "post"] = "pre"  # pre: GPT-2, GPT-3; post: Transformer, GPT-1, BERT, RoBERTa
+    causal: bool = True
+    band: int = 0  # every second layer sees only this many tokens back; 0 means all layers see everything
+    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu_tanh"
+    positions: Literal["learned", "sinusoidal"] = "learned"
+    first_position: int = 0  # RoBERTa counts positions from 2
+    segments: int = 0  # rows of the segment table; 0 means there is none
+    embed_norm: bool = False  # BERT normalises the summed embeddings
+    embed_scale: bool = False  # the original Transformer multiplies token embeddings by sqrt(width)
+    attention_bias: bool = True
+    summary: Literal["last", "tanh", "relu"] = "last"  # one vector per text: last token, or first through a dense layer
+    norm_eps: float = 1e-5
+    dropout: float = 0.1
+    vocab_multiple: int = 1  # rows of the token table are padded up to a multiple of this
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "layers", "heads", "width", "vocab_multiple"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.hidden is not None and self.hidden < 1:
+            raise UserError(f"hidden={self.hidden} must be at least 1, or unset for {4 * self.width}")
+        if self.width % self.heads:
+            divisors = (h for h in range(1, self.width + 1) if self.width % h == 0)
+            near = min(divisors, key=lambda h: abs(h - self.heads))
+            raise UserError(f"heads={self.heads} does not divide width={self.width}; heads={near} would")
+        if self.positions == "sinusoidal" and self.width % 2:
+            raise UserError(f"width={self.width} must be even for sinusoidal positions; {self.width + 1} would do")
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"dropout={self.dropout} must be at least 0 and below 1, for example 0.1")
+        if self.band < 0 or self.decoder_layers < 0 or self.segments < 0 or self.first_position < 0:
+            raise UserError("band, decoder_layers, segments and first_position cannot be negative; 0 turns each off")
+
+    @property
+    def mlp_width(self) -> int:
+        return 4 * self.width if self.hidden is None else self.hidden
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the token table: the vocabulary, padded."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    def band_of(self, layer: int) -> int:
+        """How far back this layer sees; 0 means everything. Layers 1, 3, 5, ... are the banded ones."""
+        return self.band if layer % 2 else 0
+
+
+def _gpt2(layers: int, width: int, heads: int, **more: Any) -> ModelConfig:
+    given: dict[str, Any] = {"vocab_size": 50_257, "context": 1024} | more
+    return ModelConfig(layers=layers, width=width, heads=heads, **given)
+
+
+def _gpt1(layers: int, width: int, heads: int, **more: Any) -> ModelConfig:
+    given: dict[str, Any] = {"vocab_size": 40_478, "context": 512, "norm": "post"} | more
+    return ModelConfig(layers=layers, width=width, heads=heads, **given)
+
+
+def _gpt3(layers: int, width: int, heads: int) -> ModelConfig:
+    # the paper alternates dense and banded layers without giving the width of the band: 256 is our choice
+    return _gpt2(layers, width, heads, context=2048, band=256, dropout=0.0)
+
+
+def _bert(layers: int, width: int, heads: int, **more: Any) -> ModelConfig:
+    given: dict[str, Any] = {
+        "vocab_size": 30_522,
+        "context": 512,
+        "norm": "post",
+        "causal": False,
+        "activation": "gelu",
+        "segments": 2,
+        "embed_norm": True,
+        "summary": "tanh",
+        "norm_eps": 1e-12,
+    } | more
+    return ModelConfig(layers=layers, width=width, heads=heads, **given)
+
+
+def _roberta(layers: int, width: int, heads: int, **more: Any) -> ModelConfig:
+    given: dict[str, Any] = {"vocab_size": 50_265, "segments": 1, "first_position": 2, "norm_eps": 1e-5} | more
+    return _bert(layers, width, heads, **given)
+
+
+def _transformer(layers: int, width: int, heads: int, **more: Any) -> ModelConfig:
+    given: dict[str, Any] = {
+        "vocab_size": 37_000,
+        "context": 512,
+        "decoder_layers": layers,
+        "norm": "post",
+        "causal": False,
+        "activation": "relu",
+        "positions": "sinusoidal",
+        "embed_scale": True,
+        "attention_bias": False,
+    } | more
+    return ModelConfig(layers=layers, width=width, heads=heads, **given)
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "openai-gpt": _gpt1(12, 768, 12),
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "distilgpt2": _gpt2(6, 768, 12),
+    "gpt3-125m": _gpt3(12, 768, 12),
+    "gpt3-350m": _gpt3(24, 1024, 16),
+    "gpt3-760m": _gpt3(24, 1536, 16),
+    "gpt3-1.3b": _gpt3(24, 2048, 16),
+    "gpt3-2.7b": _gpt3(32, 2560, 32),
+    "gpt3-6.7b": _gpt3(32, 4096, 32),
+    "gpt3-13b": _gpt3(40, 5120, 40),
+    "gpt3-175b": _gpt3(96, 12288, 96),
+    "bert-tiny": _bert(2, 128, 2),
+    "bert-mini": _bert(4, 256, 4),
+    "bert-small": _bert(4, 512, 8),
+    "bert-medium": _bert(8, 512, 8),
+    "bert-base-uncased": _bert(12, 768, 12),
+    "bert-base-cased": _bert(12, 768, 12, vocab_size=28_996),
+    "bert-large-uncased": _bert(24, 1024, 16),
+    "bert-large-cased": _bert(24, 1024, 16, vocab_size=28_996),
+    "distilbert": _bert(6, 768, 12, segments=0, summary="relu"),
+    "roberta-base": _roberta(12, 768, 12),
+    "roberta-large": _roberta(24, 1024, 16),
+    "distilroberta": _roberta(6, 768, 12),
+    "transformer-base": _transformer(6, 512, 8),
+    "transformer-big": _transformer(6, 1024, 16, dropout=0.3),
+    "transformer-decoder": _transformer(
+        6, 512, 8, decoder_layers=0, causal=True, context=4000, embed_scale=False, attention_bias=True
+    ),
+    # small ones that train in minutes on two cores
+    "gpt-laptop": _gpt1(4, 128, 4, vocab_size=4096, context=128, dropout=0.0),
+    "gpt2-char": _gpt2(4, 128, 4, vocab_size=128, context=64, dropout=0.0),
+    "gpt2-laptop": _gpt2(4, 256, 4, vocab_size=4096, context=256, dropout=0.0),
+    "gpt3-laptop": _gpt2(4, 256, 4, vocab_size=4096, context=256, band=64, dropout=0.0),
+    "bert-laptop": _bert(4, 128, 4, vocab_size=4096, context=128, dropout=0.0),
+    "roberta-laptop": _roberta(4, 128, 4, vocab_size=4096, context=128, dropout=0.0),
+    "transformer-laptop": _transformer(2, 128, 4, vocab_size=4096, context=128),
+}
+
+
+def preset(name: str) -> ModelConfig:
+    if name not in PRESETS:
+        all_presets = f"; all: {', '.join(PRESETS)}"
+        raise UserError(f"there is no preset {name!r}{did_you_mean(name, PRESETS) or all_presets}")
+    return PRESETS[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """Which tokenizer to train, or the folder of a ready one."""
+
+    kind: Literal["byte-bpe", "gpt1-bpe", "wordpiece", "characters", "bytes"] = "byte-bpe"
+    vocab_size: int = 4096  # special tokens included; characters and bytes take what they need
+    folder: Path | None = None  # a model or tokenizer folder to take the tokenizer from instead of training one
+    lowercase: bool = True  # wordpiece only
+    max_memory_mb: int = 1024  # word counts beyond this spill to disk
+
+
+T = TypeVar("T")
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def build(kind: type[T], table: Mapping[str, Any], *, origin: str = "") -> T:
+    """One frozen dataclass from nested plain values, strings among them; every problem of the table in one error.
+
+    A `preset` in a model's table is where its other fields start from.
+    """
+    from pydantic import TypeAdapter, ValidationError  # slow to import, so not at the top: --help must be quick
+
+    filled, problems = _fill(kind, table, "")
+    try:
+        value = TypeAdapter(kind).validate_python(filled)
+    except ValidationError as error:
+        problems += [_sentence(dict(e)) for e in error.errors()]
+    if problems:
+        raise UserError("\n  ".join([f"{origin}:"] * bool(origin) + problems))
+    return value
+
+
+def _fill(kind: type, table: Mapping[str, Any], path: str) -> tuple[dict[str, Any], list[str]]:
+    """The table's known part with presets filled in, and a sentence for each unknown name."""
+    hints, problems = get_type_hints(kind), list[str]()
+    known = {f.name: hints[f.name] for f in fields(kind)}
+    filled: dict[str, Any] = {}
+    if kind is ModelConfig and "preset" in table:
+        try:
+            filled = asdict(preset(str(table["preset"])))
+        except UserError as error:
+            problems.append(str(error))
+            filled = asdict(PRESETS["gpt2"])  # so that the other fields are still looked at
+    for name, value in table.items():
+        if kind is ModelConfig and name == "preset":
+            continue
+        if name not in known:
+            problems.append(f"there is no {path}{name}{_whereabouts(name, known, path)}")
+        elif is_dataclass(known[name]) and isinstance(value, Mapping):
+            filled[name], inner = _fill(known[name], value, f"{path}{name}.")
+            problems += inner
+        else:
+            filled[name] = value
+    return filled, problems
+
+
+def _whereabouts(name: str, known: Mapping[str, Any], path: str) -> str:
+    """Where a misspelt or misplaced name probably belongs."""
+    for section, kind in known.items():
+        if is_dataclass(kind) and name in {f.name for f in fields(kind)}:
+            return f"; did you mean {path}{section}.{name}?"
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {path}{near[0]}?" if near else f"; known here: {', '.join(known)}"
+
+
+def _sentence(error: dict[str, Any]) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "missing":
+        return f"{where} is missing"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    said = message if error["type"] == "value_error" else f"{message}, not {error['input']!r}"
+    return f"{where}: {said}" if where else said
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no recipe {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not TOML: {error}") from None
+
+
+def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, Any]:
+    """The table with `section.field` values laid over it; a value is read as TOML, or else as plain text."""
+    merged: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in table.items()}
+    for dotted, text in overrides.items():
+        *sections, name = dotted.replace("-", "_").split(".")
+        place = merged
+        for section in sections:
+            inner = place.get(section)
+            place[section] = place = dict(inner) if isinstance(inner, Mapping) else {}
+        place[name] = _toml_value(text)
+    return merged
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def describe(kind: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """(name, type, default, comment) of every field, nested ones dotted: what --help shows."""
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(kind), flags=re.MULTILINE))
+    hints, rows = get_type_hints(kind), list[tuple[str, str, str, str]]()
+    for f in fields(kind):
+        if is_dataclass(hints[f.name]):
+            rows += describe(hints[f.name], f"{prefix}{f.name}.")
+            continue
+        default = "" if f.default is MISSING else str(f.default)
+        rows.append((prefix + f.name, str(f.type).replace("Literal", ""), default, comments.get(f.name, "")))
+    return rows
