@@ -1,0 +1,81 @@
+"""The command line: one verb per stage, each a thin door to one function that takes one config."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import cyclopts
+
+from plume import config
+from plume.config import UserError
+
+app = cyclopts.App(
+    name="plume",
+    help="From raw text to a pretrained, fine-tuned, measured, served and explorable language model.",
+    version_flags=["--version"],
+)
+tokenizer = cyclopts.App(name="tokenizer", help="Train a tokenizer, or look at how one cuts a text.")
+app.command(tokenizer)
+
+T = TypeVar("T")
+Overrides = Annotated[str, cyclopts.Parameter(show=False, allow_leading_hyphen=True)]
+
+
+def configured(kind: type[T], recipe: Path | None, words: Sequence[str], *, start: dict[str, Any] | None = None) -> T:
+    """A config from a recipe with `--section.field value` words laid over it."""
+    table = {**(start or {}), **({} if recipe is None else config.read_recipe(recipe))}
+    overrides = config.parse_overrides(words)
+    return config.build(kind, config.with_overrides(table, overrides), origin="" if recipe is None else str(recipe))
+
+
+@app.command
+def plan(
+    preset: str, /, *overrides: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False
+) -> None:
+    """What a model needs: parameters per layer, memory, arithmetic, time here and on named hardware.
+
+    Other options: --tokens, --batch, --sequence, and --model.FIELD for every field of the model.
+    """
+    start = {"name": preset, "model": {"preset": preset}}
+    settings = configured(config.PlanConfig, None, overrides, start=start)
+    from plume import plan as planning
+
+    result = planning.plan(settings)
+    if as_json:
+        print(json.dumps(result.as_json(), indent=2))
+    else:
+        show(planning.table(result, settings))
+
+
+def show(*things: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    for thing in things:
+        console.print(thing)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run a command. A user's mistake ends it with one message and code 2; a traceback means a defect of Plume."""
+    try:
+        app(sys.argv[1:] if words is None else list(words), exit_on_error=False, result_action="return_value")
+    except UserError as error:
+        print(f"plume: {error}", file=sys.stderr)
+        return 2
+    except cyclopts.CycloptsError:  # already shown
+        return 2
+    except KeyboardInterrupt:
+        print("plume: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever read the output has gone: nothing more to say
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
