@@ -1,10 +1,12 @@
-"""What every test shares: the folder of real data, if it is there."""
+"""What every test shares: the folder of real data, if it is there, and a watch on skipped tests."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+EXPECTED_SKIPS = ("needs the real data folder", "needs a GPU")  # any other skip fails a run with CI=true
 
 
 @pytest.fixture
@@ -13,3 +15,14 @@ def shared() -> Path:
     if not (SHARED / "data").is_dir():
         pytest.skip("needs the real data folder ../shared, which is not part of the project")
     return SHARED
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.skipped and os.environ.get("CI") == "true" and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not any(expected in reason for expected in EXPECTED_SKIPS):
+            report.outcome = "failed"
+            report.longrepr = f"{item.nodeid} was skipped where everything should run: {reason}"
+    return report

@@ -1,0 +1,43 @@
+# Every target sets up what it needs in .venv by itself; a second run installs nothing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+EXTRAS := dev,eval,gpt1,cluster,bench
+
+.PHONY: demo test test-slow lint types bench clean
+
+demo: $(VENV)/.plume
+	$(BIN)/plume demo
+
+test: $(VENV)/.all
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/.all
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.all
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.all
+	$(BIN)/mypy
+
+bench: $(VENV)/.all
+	$(BIN)/python -m benchmarks
+
+# the lock file pins every version; the extras say which of them are wanted
+$(VENV)/.plume: pyproject.toml requirements.lock | $(BIN)/python
+	$(PIP) install torch==$(shell sed -n 's/^torch==//p' requirements.lock) -c requirements.lock
+	$(PIP) install -c requirements.lock -e .
+	touch $@
+
+$(VENV)/.all: $(VENV)/.plume
+	$(PIP) install -c requirements.lock -e ".[$(EXTRAS)]"
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

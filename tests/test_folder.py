@@ -1,0 +1,180 @@
+"""A folder that does not fit is refused with a message that names what and where; nothing half-written is left."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from families import FAMILIES, random_model
+from safetensors.torch import load_file, save_file
+
+from plume.config import UserError
+from plume.weights import load_model, model_hash, resolve, save_model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_model(random_model(FAMILIES["gpt2"]), tmp_path / "model")
+
+
+def edit_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def refused(folder, *parts):
+    with pytest.raises(UserError) as caught:
+        load_model(folder)
+    for part in (str(folder), *parts):
+        assert part in str(caught.value)
+
+
+def test_a_truncated_file(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    refused(folder, "model.safetensors is damaged or truncated")
+
+
+def test_a_file_that_is_something_else(folder):
+    (folder / "model.safetensors").write_bytes(b"not tensors at all")
+    refused(folder, "model.safetensors is damaged or truncated")
+
+
+def test_missing_and_foreign_tensors_are_named_together(folder):
+    def change(tensors):
+        tensors["transformer.h.9.extra"] = tensors.pop("transformer.h.1.ln_2.bias")
+
+    edit_tensors(folder, change)
+    refused(folder, "it lacks: transformer.h.1.ln_2.bias", "it also has: transformer.h.9.extra")
+
+
+def test_a_wrong_vocabulary_size(folder):
+    edit_config(folder, vocab_size=100)
+    refused(folder, "embed.tokens.weight is (61, 16) in the file, (100, 16) by config.json")
+
+
+def test_a_deeper_config_than_file(folder):
+    edit_config(folder, n_layer=4)
+    refused(folder, "not a 4-layer gpt2 checkpoint", "transformer.h.3.ln_1.weight")
+
+
+def test_a_foreign_family(folder):
+    edit_config(folder, model_type="llama")
+    with pytest.raises(UserError, match="model_type 'llama' is not one of gpt2"):
+        load_model(folder)
+
+
+def test_behaviour_we_cannot_run_is_refused(folder):
+    edit_config(folder, scale_attn_by_inverse_layer_idx=True, activation_function="swish")
+    refused(folder, "scale_attn_by_inverse_layer_idx=True is not supported", "activation_function='swish'")
+
+
+def test_untied_tables_are_refused(folder):
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1}))
+    refused(folder, "lm_head.weight differs from transformer.wte.weight")
+
+
+def test_tied_tables_stored_twice_open(folder):
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"].clone()}))
+    load_model(folder)
+
+
+def test_a_damaged_config(folder):
+    (folder / "config.json").write_text('{"model_type": "gpt2"')
+    refused(folder, "config.json is damaged")
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    refused(folder, "config.json")
+
+
+def test_a_missing_shard(tmp_path):
+    folder = save_model(random_model(FAMILIES["gpt2"]), tmp_path / "model", max_shard_bytes=20_000)
+    sorted(folder.glob("model-00002*"))[0].unlink()
+    refused(folder, "model-00002-of-", "is not there")
+
+
+def test_no_such_folder(tmp_path):
+    with pytest.raises(UserError, match="there is no folder"):
+        resolve(tmp_path / "none at all")
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        resolve(tmp_path)
+
+
+def test_a_hub_name_without_a_network(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="there is no folder nobody/nothing, and the hub cannot give it"):
+        resolve("nobody/nothing")
+
+
+def test_a_hub_name_in_the_cache_opens_offline(tmp_path, monkeypatch):
+    """The layout huggingface_hub keeps: refs/main names a snapshot."""
+    import huggingface_hub.constants
+
+    repo = tmp_path / "hub" / "models--somebody--small"
+    save_model(random_model(FAMILIES["bert"], "masked-token"), repo / "snapshots" / "abc")
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert load_model("somebody/small").kind == "masked-token"
+
+
+def test_a_run_folder_stands_for_the_model_inside(tmp_path):
+    save_model(random_model(FAMILIES["gpt2"]), tmp_path / "run" / "model")
+    assert resolve(tmp_path / "run") == tmp_path / "run" / "model"
+
+
+def test_saving_leaves_foreign_folders_alone(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "keep.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not empty and not a model folder"):
+        save_model(random_model(FAMILIES["gpt2"]), tmp_path / "notes")
+    assert (tmp_path / "notes" / "keep.txt").read_text() == "mine"
+
+
+def test_a_failed_save_keeps_the_old_folder(folder, monkeypatch):
+    before = model_hash(folder)
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("plume.weights.write_tensors", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save_model(random_model(FAMILIES["gpt2"], seed=1), folder)
+    assert model_hash(folder) == before
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_saving_again_replaces_the_whole_folder(folder):
+    (folder / "left-over.txt").write_text("old")
+    save_model(random_model(FAMILIES["gpt2"], seed=1), folder)
+    assert not (folder / "left-over.txt").exists()
+
+
+def test_the_hash_tells_models_apart(tmp_path):
+    a = save_model(random_model(FAMILIES["gpt2"]), tmp_path / "a")
+    b = save_model(random_model(FAMILIES["gpt2"]), tmp_path / "b")
+    c = save_model(random_model(FAMILIES["gpt2"], seed=1), tmp_path / "c")
+    assert model_hash(a) == model_hash(b) != model_hash(c)
+
+
+def test_half_precision_files_open_in_full_precision(folder):
+    right = load_model(folder)
+    edit_tensors(folder, lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))
+    again = load_model(folder)
+    assert again.table.dtype == torch.float32
+    torch.testing.assert_close(again.table, right.table, atol=1e-3, rtol=1e-3)
+
+
+def test_a_model_that_no_family_can_hold(tmp_path):
+    strange = random_model(replace(FAMILIES["gpt2"], embed_norm=True))
+    with pytest.raises(UserError, match="no model folder can hold it"):
+        save_model(strange, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,99 @@
+"""The plan of the house: which room may use which, and that the door opens quickly."""
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import plume
+
+ROOT = Path(plume.__file__).parent
+ROOMS = [
+    "config",
+    "text",
+    "data",
+    "model",
+    "heads",
+    "families",
+    "weights",
+    "train",
+    "plan",
+    "generate",
+    "evaluate",
+    "explain",
+    "serve",
+    "demo",
+    "cli",
+]
+DOORS = {"__init__", "__main__"}  # these open on every room
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """The rooms a file uses, wherever in the file, except for types alone."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "plume":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("plume."):
+            found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("plume.")}
+    return found
+
+
+FILES = sorted(path for path in ROOT.rglob("*.py") if room_of(path) not in DOORS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_room_uses_only_the_rooms_before_it(path):
+    room = room_of(path)
+    assert room in ROOMS, f"{room} has no place in the plan of the house"
+    later = set(ROOMS[ROOMS.index(room) + 1 :])
+    assert not imports(path) & later
+
+
+def test_the_drawing_names_every_room_in_order():
+    drawing = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rooms = drawing.split("<!-- rooms -->")[1].split("<!-- /rooms -->")[0]
+    places = [rooms.find(f"`{room}`") for room in ROOMS]
+    assert -1 not in places, f"not drawn: {[room for room, place in zip(ROOMS, places, strict=True) if place < 0]}"
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("module", ["plume.config", "plume.cli", "plume.weights"])
+def test_light_rooms_do_not_import_torch(module):
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_help_answers_at_once():
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        result = subprocess.run([sys.executable, "-m", "plume", "--help"], capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - start)
+    assert "pretrain" in result.stdout or "plan" in result.stdout
+    assert min(times) < 0.3  # the least of four: what the machine is otherwise busy with is not ours
+
+
+def test_no_branch_on_a_models_name_outside_its_tables():
+    """Fields say how a model behaves; only config.py, families.py and weights.py may know names."""
+    names = {"gpt2", "openai-gpt", "bert", "roberta", "distilbert", "marian"}
+    for path in FILES:
+        if room_of(path) in {"config", "families", "weights"}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                values = {c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str)}
+                assert not values & names, f"{path.relative_to(ROOT)}:{node.lineno} compares with {values & names}"
