@@ -1,0 +1,202 @@
+"""The CPU engine: compiled kernels, a few threads that wait for work, and memory laid out for them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from plume.config import UserError
+from plume.generate import kernels
+from plume.generate.engine import Feed, Logits
+from plume.generate.kernels import GELU, GELU_TANH, RELU, Shape
+from plume.generate.layout import LANES, padded
+from plume.generate.pack import Packed, aligned
+
+PATIENCE = 200_000  # rounds that a helper waits for the next step before it sleeps: a few milliseconds
+ODD = 16 * 4  # bytes by which rows are longer, so that they do not fall on the same cache lines
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class CpuEngine:
+    """See engine.Engine. Weights are float32 or int8; keys and values are float32."""
+
+    def __init__(
+        self, packed: Packed, *, slots: int = 1, capacity: int | None = None, threads: int | None = None, rows: int = 512
+    ) -> None:
+        config = packed.config
+        if threads is not None and threads < 1:
+            raise UserError(f"threads={threads} must be at least 1; this machine would use {cores()}")
+        self.config, self.packed, self.slots, self.rows = config, packed, slots, rows
+        self.capacity = config.context if capacity is None else min(capacity, config.context)
+        self.threads = cores() if threads is None else threads
+        self.name = f"CPU engine, {packed.precision} weights, {self.threads} threads"
+        self.lengths = np.zeros(slots, np.int64)
+        self._allocate()
+        self._table = np.where(packed.offsets < 0, 0, packed.offsets + packed.block.ctypes.data)
+        self._job = aligned(kernels.JOB_SIZE, np.int64)
+        self._tokens, self._slots, self._positions, self._wanted = (np.zeros(rows, np.int64) for _ in range(4))
+        self._jobs, self._meetings = 0, 0
+        self._wake, self._sleeping, self._closed = threading.Condition(), 0, False
+        _announce_compilation()
+        self._helpers = [
+            threading.Thread(target=self._help, args=(i,), daemon=True, name=f"plume-cpu-{i}")
+            for i in range(1, self.threads)
+        ]
+        for helper in self._helpers:
+            helper.start()
+
+    def _allocate(self) -> None:
+        """All working memory, and the shape that tells the kernels where it is."""
+        c, rows = self.config, self.rows
+        int8 = self.packed.precision == "int8"
+        capacity = -(-self.capacity // LANES) * LANES
+        head_blocks = -(-c.head_width // LANES)
+        width_stride, qkv_stride = padded(c.width) * 4 + ODD, padded(3 * c.width) * 4 + ODD
+        middle_stride, logits_stride = padded(c.mlp_width) * 4 + ODD, padded(c.vocab_size) * 4
+        codes_stride, middle_codes_stride = (padded(n) * 9 // 8 + 64 for n in (c.width, c.mlp_width))
+        scores_stride = (capacity + 4 * LANES) * 4
+        private_bytes = 2 * (width_stride + codes_stride) + 4 * scores_stride + 4 * head_blocks * LANES * 4
+        private_bytes = -(-private_bytes // 4096) * 4096 + 192
+        owners = self.slots * c.layers * c.heads
+        sizes = {
+            "x": rows * width_stride,
+            "act": rows * width_stride,
+            "codes": rows * codes_stride,
+            "qkv": rows * qkv_stride,
+            "mixed": rows * width_stride,
+            "middle": rows * middle_stride,
+            "middle_codes": rows * middle_codes_stride,
+            "logits": rows * logits_stride,
+            "private": self.threads * private_bytes,
+            "keys": owners * capacity * c.head_width * 4,
+            "values": owners * capacity * head_blocks * LANES * 4,
+        }
+        self._memory = {name: aligned(size) for name, size in sizes.items()}
+        self.shape = Shape(
+            layers=c.layers,
+            width=c.width,
+            heads=c.heads,
+            head_width=c.head_width,
+            hidden=c.mlp_width,
+            vocab=c.vocab_size,
+            band=c.band,
+            post_norm=int(c.norm == "post"),
+            activation={"gelu_tanh": GELU_TANH, "gelu": GELU, "relu": RELU}[c.activation],
+            int8=int(int8),
+            capacity=capacity,
+            threads=self.threads,
+            width_stride=width_stride,
+            qkv_stride=qkv_stride,
+            middle_stride=middle_stride,
+            codes_stride=codes_stride,
+            middle_codes_stride=middle_codes_stride,
+            logits_stride=logits_stride,
+            scores_stride=scores_stride,
+            private_bytes=private_bytes,
+            **{name: block.ctypes.data for name, block in self._memory.items()},
+        )
+
+    def _help(self, thread: int) -> None:
+        """A helper's life: share in the steps while they come quickly, sleep when they do not."""
+        done, meetings = 0, 0
+        while True:
+            done, meetings = kernels.follow(
+                self.shape, self._table, self._job, self._job.ctypes.data, thread, done, self._tokens, self._slots,
+                self._positions, self._wanted, meetings, PATIENCE,
+            )  # fmt: skip
+            with self._wake:
+                self._sleeping += 1
+                self._wake.wait_for(lambda done=done: self._closed or self._jobs != done)  # type: ignore[misc]
+                self._sleeping -= 1
+            if self._closed:
+                return
+
+    def _run(self, rows: int, wanted: int) -> None:
+        with self._wake:
+            self._jobs += 1
+            if self._sleeping:
+                self._wake.notify_all()
+        self._meetings = kernels.lead(
+            self.shape, self._table, self._job, self._job.ctypes.data, self._jobs, self._tokens, self._slots,
+            self._positions, self._wanted, rows, wanted, self._meetings,
+        )  # fmt: skip
+
+    def length(self, slot: int) -> int:
+        return int(self.lengths[slot])
+
+    def step(self, feeds: Sequence[Feed]) -> Logits:
+        total = sum(len(feed.tokens) for feed in feeds)
+        parts = [self._part(part) for part in self._parts(feeds, total)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _parts(self, feeds: Sequence[Feed], total: int) -> list[list[Feed]]:
+        """The feeds cut so that each part fits into the working memory."""
+        if total <= self.rows:
+            return [list(feeds)]
+        parts, room = [list[Feed]()], self.rows
+        for feed in feeds:
+            start = 0
+            while start < len(feed.tokens):
+                taken = min(room, len(feed.tokens) - start)
+                after = len(feed.tokens) - start - taken
+                wanted = max(0, min(taken, feed.wanted - after))
+                parts[-1].append(Feed(feed.slot, feed.tokens[start : start + taken], wanted))
+                start, room = start + taken, room - taken
+                if room == 0:
+                    parts, room = [*parts, []], self.rows
+        return [part for part in parts if part]
+
+    def _part(self, feeds: Sequence[Feed]) -> Logits:
+        row = wanted = 0
+        for feed in feeds:
+            new, length = len(feed.tokens), self.length(feed.slot)
+            assert length + new <= self.capacity, f"{length + new} tokens do not fit into a slot of {self.capacity}"
+            self._tokens[row : row + new] = feed.tokens
+            self._slots[row : row + new] = feed.slot
+            self._positions[row : row + new] = range(length, length + new)
+            self._wanted[wanted : wanted + feed.wanted] = range(row + new - feed.wanted, row + new)
+            self.lengths[feed.slot] += new
+            row, wanted = row + new, wanted + feed.wanted
+        assert self._tokens[:row].min() >= 0 and self._tokens[:row].max() < self.config.vocab_size
+        self._run(row, wanted)
+        stride = self.shape.logits_stride
+        flat = self._memory["logits"][: wanted * stride].view(np.float32)
+        logits = flat.reshape(wanted, stride // 4)[:, : self.config.vocab_size]
+        return logits.copy() if row == self.rows else logits  # a full part may be followed by another
+
+    def rewind(self, slot: int, length: int) -> None:
+        assert 0 <= length <= self.lengths[slot]
+        self.lengths[slot] = length
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        assert length <= self.lengths[source]
+        c, blocks = self.config, -(-length // LANES)
+        keys = self._memory["keys"].view(np.float32).reshape(self.slots, c.layers, c.heads, -1, c.head_width * LANES)
+        values = self._memory["values"].view(np.float32).reshape(self.slots, c.layers, c.heads, -1, self.shape.capacity, LANES)
+        keys[target, :, :, :blocks] = keys[source, :, :, :blocks]
+        values[target, :, :, :, :length] = values[source, :, :, :, :length]
+        self.lengths[target] = length
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        with self._wake:
+            self._closed = True
+            self._job[kernels.JOB_NUMBER] = -1
+            self._wake.notify_all()
+        for helper in self._helpers:
+            helper.join()
+
+
+def _announce_compilation() -> None:
+    """Say so when this machine has to compile the kernels first, which takes about half a minute, once."""
+    if not kernels.lead.stats.cache_hits and not kernels.compiled_before():
+        print("compiling the CPU engine for this machine, once ...", file=sys.stderr, flush=True)

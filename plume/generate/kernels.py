@@ -1,0 +1,547 @@
+"""One step of a GPT on the CPU, compiled by numba: every thread runs `forward` on its share, meeting at barriers."""
+
+# M rows in this step (tokens of any sequences), D model width, K head width. All addresses and strides are in bytes.
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import carray, njit, types
+
+from plume.generate import lanes
+from plume.generate.lanes import GROUP, LANES, PANEL, SIGNED_DOT
+
+COMPILED: dict[str, Any] = {
+    "nogil": True,
+    "cache": True,
+    "error_model": "numpy",
+    "fastmath": {"contract", "reassoc", "nsz", "arcp"},
+}
+GELU_TANH, GELU, RELU = 0, 1, 2
+# entries of the table of addresses: those of each layer, then those of the whole model
+ATTN_NORM, QKV, QKV_BIAS, OUT, OUT_BIAS, MLP_NORM, UP, UP_BIAS, DOWN, DOWN_BIAS, PER_LAYER = range(11)
+POSITIONS, FINAL_NORM, HEAD = range(3)
+JOB_NUMBER, JOB_ROWS, JOB_WANTED, JOB_BARRIER, JOB_SIZE = 0, 1, 2, 16, 32  # the barrier has a cache line of its own
+
+
+class Shape(NamedTuple):
+    """What the compiled code must know of a model and of the memory it works in."""
+
+    layers: int
+    width: int
+    heads: int
+    head_width: int
+    hidden: int
+    vocab: int
+    band: int
+    post_norm: int
+    activation: int
+    int8: int
+    capacity: int  # tokens a slot can hold, a multiple of LANES
+    threads: int
+    x: int  # addresses of the working memory
+    act: int
+    codes: int
+    qkv: int
+    mixed: int
+    middle: int
+    logits: int
+    private: int
+    private_bytes: int
+    keys: int
+    values: int
+    width_stride: int  # row lengths of the working memory
+    qkv_stride: int
+    middle_stride: int
+    codes_stride: int
+    middle_codes: int
+    middle_codes_stride: int
+    logits_stride: int
+    scores_stride: int
+
+
+_tiles_float = {n: lanes.float_tile(n, 1, 2) for n in (1, 2, 3, 4, 8, 12)}
+_tiles_int8 = {n: lanes.int8_tile(n, 1) for n in (1, 2, 3, 4, 8, 12)}
+float_1, float_2, float_3, float_4, float_8, float_12 = _tiles_float.values()
+int8_1, int8_2, int8_3, int8_4, int8_8, int8_12 = _tiles_int8.values()
+float_1x4, int8_1x4 = lanes.float_tile(1, 4, 2), lanes.int8_tile(1, 4)
+mix_1, mix_1x4, mix_4, mix_4x4 = (lanes.float_tile(q, p, 1) for q, p in ((1, 1), (1, 4), (4, 1), (4, 4)))
+WIDE = lanes.WIDE
+
+if sys.platform == "win32":
+
+    @njit(**COMPILED)
+    def give_way() -> None:
+        lanes.pause()
+else:
+    give_way = types.ExternalFunction("sched_yield", types.int32())
+
+
+@njit(**COMPILED)
+def wait_for(address: int, target: int) -> None:
+    """Wait until a shared counter has come this far; after a while let others use the core."""
+    spins = 0
+    while lanes.atomic_load(address) < target:
+        lanes.pause()
+        spins += 1
+        if spins > 4000:
+            give_way()
+
+
+@njit(**COMPILED)
+def meet(job: int, threads: int, meetings: int) -> int:
+    """The barrier: nobody goes on before all have come. Counts only ever grow, so nothing needs resetting."""
+    meetings += 1
+    lanes.atomic_add(job + 8 * JOB_BARRIER, 1)
+    wait_for(job + 8 * JOB_BARRIER, meetings * threads)
+    return meetings
+
+
+LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
+E0, E1, E2, E3, E4, E5 = (
+    np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
+)
+ONE, HALF, LOWEST, HIGHEST = np.float32(1), np.float32(0.5), np.float32(-87.0), np.float32(88.0)
+TANH_A, TANH_B = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
+ROOT_HALF = np.float32(math.sqrt(0.5))
+
+
+@njit(**COMPILED)
+def exp(x: float) -> float:
+    """e to the x within two units of the last place, written so that loops over it become vector code."""
+    x = min(max(x, LOWEST), HIGHEST)
+    n = np.floor(x * LOG2_E + HALF)
+    r = x - n * LN2_HIGH - n * LN2_LOW
+    p = ((((E0 * r + E1) * r + E2) * r + E3) * r + E4) * r + E5
+    return (p * r * r + r + ONE) * lanes.float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+@njit(**COMPILED)
+def activate(x: Any, kind: int) -> None:
+    if kind == GELU_TANH:
+        for i in range(x.size):
+            u = TANH_A * (x[i] + TANH_B * x[i] * x[i] * x[i])
+            x[i] = x[i] - x[i] / (exp(u) + ONE)  # x (1 + tanh(u / 2)) / 2
+    elif kind == GELU:
+        for i in range(x.size):
+            x[i] = HALF * x[i] * (ONE + np.float32(math.erf(x[i] * ROOT_HALF)))
+    else:
+        for i in range(x.size):
+            x[i] = max(x[i], np.float32(0))
+
+
+@njit(**COMPILED)
+def normalise(source: int, out: int, width: int, norm: int) -> None:
+    """Layer norm of one row; `norm` is the address of gain, shift and epsilon, 0 for a plain copy."""
+    x, y = carray(lanes.floats_at(source), (width,)), carray(lanes.floats_at(out), (width,))
+    if norm == 0:
+        for i in range(width):
+            y[i] = x[i]
+        return
+    weights = carray(lanes.floats_at(norm), (2 * width + 1,))
+    total = np.float32(0)
+    for i in range(width):
+        total += x[i]
+    mean = total / np.float32(width)
+    spread = np.float32(0)
+    for i in range(width):
+        spread += (x[i] - mean) * (x[i] - mean)
+    scale = ONE / np.sqrt(spread / np.float32(width) + weights[2 * width])
+    for i in range(width):
+        y[i] = (x[i] - mean) * scale * weights[i] + weights[width + i]
+
+
+@njit(**COMPILED)
+def quantise(source: int, width: int, row: int, depth: int, first: int, last: int) -> None:
+    """The groups first..last of one row of floats as bytes, scales and starting sums (see lanes.int8_tile)."""
+    x, codes = carray(lanes.floats_at(source), (width,)), carray(lanes.bytes_at(row), (depth,))
+    groups = depth // GROUP
+    scales = carray(lanes.floats_at(row + depth), (groups,))
+    starts = carray(lanes.ints_at(row + depth + 4 * groups), (groups,))
+    for g in range(first, last):
+        begin, end = g * GROUP, min((g + 1) * GROUP, width)
+        largest = np.float32(1e-30)
+        for i in range(begin, end):
+            largest = max(largest, abs(x[i]))
+        scale = largest / np.float32(127)
+        inverse = ONE / scale
+        total = np.int32(0)
+        for i in range(begin, end):
+            code = np.int32(np.floor(x[i] * inverse + HALF))
+            codes[i] = code
+            total += code
+        for i in range(end, begin + GROUP):
+            codes[i] = 0
+        scales[g] = scale
+        starts[g] = np.int32(0) if SIGNED_DOT else np.int32(-128) * total
+
+
+@njit(**COMPILED)
+def multiply(
+    int8: int, weights: int, depth: int, panels: int, until: int, values: int, stride: int, rows: int, bias: int,
+    out: int, out_stride: int,
+) -> None:  # fmt: skip
+    """Weight panels panels..until times all rows, each panel read from memory once."""
+    size = depth // GROUP * (2 * PANEL + GROUP * PANEL) if int8 else depth * PANEL * 4
+    steps = depth // GROUP if int8 else depth
+    p = panels
+    while p < until:
+        at, to, start = weights + p * size, out + p * PANEL * 4, 0 if bias == 0 else bias + p * PANEL * 4
+        if rows == 1 and p + 4 <= until:
+            if int8:
+                int8_1x4(at, size, values, stride, start, to, out_stride, steps)
+            else:
+                float_1x4(at, size, values, stride, start, to, out_stride, steps)
+            p += 4
+            continue
+        m = 0
+        while m < rows:
+            v, o, left = values + m * stride, to + m * out_stride, rows - m
+            if int8:
+                m += int8_rows(at, size, v, stride, start, o, out_stride, steps, left)
+            else:
+                m += float_rows(at, size, v, stride, start, o, out_stride, steps, left)
+        p += 1
+
+
+@njit(**COMPILED)
+def float_rows(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int, left: int) -> int:
+    """The largest tile that is no larger than the rows left; returns how many it took."""
+    if WIDE:
+        if left >= 12:
+            float_12(a, b, c, d, e, f, g, h)
+            return 12
+        if left >= 8:
+            float_8(a, b, c, d, e, f, g, h)
+            return 8
+        if left >= 4:
+            float_4(a, b, c, d, e, f, g, h)
+            return 4
+    elif left >= 3:
+        float_3(a, b, c, d, e, f, g, h)
+        return 3
+    if left >= 2:
+        float_2(a, b, c, d, e, f, g, h)
+        return 2
+    float_1(a, b, c, d, e, f, g, h)
+    return 1
+
+
+@njit(**COMPILED)
+def int8_rows(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int, left: int) -> int:
+    if WIDE:
+        if left >= 12:
+            int8_12(a, b, c, d, e, f, g, h)
+            return 12
+        if left >= 8:
+            int8_8(a, b, c, d, e, f, g, h)
+            return 8
+        if left >= 4:
+            int8_4(a, b, c, d, e, f, g, h)
+            return 4
+    elif left >= 3:
+        int8_3(a, b, c, d, e, f, g, h)
+        return 3
+    if left >= 2:
+        int8_2(a, b, c, d, e, f, g, h)
+        return 2
+    int8_1(a, b, c, d, e, f, g, h)
+    return 1
+
+
+@njit(**COMPILED)
+def padded(n: int) -> int:
+    return (n + GROUP - 1) // GROUP * GROUP
+
+
+@njit(**COMPILED)
+def share(rows: int, thread: int, threads: int) -> tuple[int, int]:
+    """This thread's panels of a matrix; always whole pairs, so that it can also finish whole int8 groups."""
+    pairs = padded(rows) // (2 * PANEL)
+    return 2 * (pairs * thread // threads), 2 * (pairs * (thread + 1) // threads)
+
+
+@njit(**COMPILED)
+def embed(shape: Shape, table: Any, token: int, position: int, out: int) -> None:
+    """Token row (gathered out of the output head's panels: there is one copy) plus position row."""
+    width = shape.width
+    x = carray(lanes.floats_at(out), (width,))
+    at = table[shape.layers * PER_LAYER + HEAD]
+    places = carray(lanes.floats_at(table[shape.layers * PER_LAYER + POSITIONS]), (1 + (position + 1) * width,))
+    factor, row = places[0], 1 + position * width
+    panel, lane = token // PANEL, token % PANEL
+    if not shape.int8:
+        weights = carray(lanes.floats_at(at + panel * width * PANEL * 4), (width * PANEL,))
+        for i in range(width):
+            x[i] = weights[i * PANEL + lane] * factor + places[row + i]
+        return
+    group_bytes = 2 * PANEL + GROUP * PANEL
+    at += panel * (padded(width) // GROUP) * group_bytes
+    for g in range(padded(width) // GROUP):
+        halves = carray(lanes.halves_at(at + g * group_bytes), (PANEL,))
+        scale = lanes.float_of_bits(np.int32(np.uint32(halves[lane]) << np.uint32(16))) * factor
+        codes = carray(lanes.bytes_at(at + g * group_bytes + 2 * PANEL), (GROUP * PANEL,))
+        for i in range(g * GROUP, min((g + 1) * GROUP, width)):
+            j = i - g * GROUP
+            code = codes[(j // 4) * 4 * PANEL + lane * 4 + j % 4] ^ np.int8(-128)
+            x[i] = np.float32(np.int8(code)) * scale + places[row + i]
+
+
+@njit(**COMPILED)
+def remember(shape: Shape, layer: int, head: int, slots: Any, positions: Any, rows: int) -> None:
+    """Write the new keys (16 positions side by side) and values (16 numbers side by side) of one head."""
+    size, capacity = shape.head_width, shape.capacity
+    blocks = (size + LANES - 1) // LANES
+    for m in range(rows):
+        row = shape.qkv + m * shape.qkv_stride + head * size * 4
+        new_key = carray(lanes.floats_at(row + shape.width * 4), (size,))
+        new_value = carray(lanes.floats_at(row + 2 * shape.width * 4), (size,))
+        owner, position = (slots[m] * shape.layers + layer) * shape.heads + head, positions[m]
+        keys = carray(lanes.floats_at(shape.keys + owner * capacity * size * 4), (capacity * size,))
+        values = carray(lanes.floats_at(shape.values + owner * capacity * blocks * LANES * 4), (capacity * blocks * LANES,))
+        base = (position // LANES) * size * LANES + position % LANES
+        for d in range(size):
+            keys[base + d * LANES] = new_key[d]
+            values[((d // LANES) * capacity + position) * LANES + d % LANES] = new_value[d]
+
+
+@njit(**COMPILED)
+def soften(scores: Any, first: int, low: int, high: int, until: int, scale: float) -> None:
+    """Softmax of scores low..high in place; zeros around it, since tiles cover whole blocks. Index 0 is `first`."""
+    largest = np.float32(-3e38)
+    for i in range(low - first, high - first):
+        largest = max(largest, scores[i])
+    total = np.float32(0)
+    for i in range(low - first, high - first):
+        scores[i] = exp((scores[i] - largest) * scale)
+    for i in range(low - first, high - first):
+        total += scores[i]
+    for i in range(low - first, high - first):
+        scores[i] /= total
+    for i in range(low - first):
+        scores[i] = np.float32(0)
+    for i in range(high - first, until - first):
+        scores[i] = np.float32(0)
+
+
+@njit(**COMPILED)
+def attend(shape: Shape, layer: int, head: int, slot: int, position: int, m: int, queries: int, memory: int) -> None:
+    """Attention of one head for 1 or 4 neighbouring rows of one sequence, the first at this position."""
+    size, capacity = shape.head_width, shape.capacity
+    blocks = (size + LANES - 1) // LANES
+    owner = (slot * shape.layers + layer) * shape.heads + head
+    keys = shape.keys + owner * capacity * size * 4
+    values = shape.values + owner * capacity * blocks * LANES * 4
+    band = shape.band if layer % 2 else 0
+    low_block = max(0, position - band + 1) // LANES if band else 0
+    until = position + queries
+    first, high_block = low_block * LANES, (until + LANES - 1) // LANES
+    query, stride = shape.qkv + m * shape.qkv_stride + head * size * 4, shape.qkv_stride
+    scores, out = memory, memory + 4 * shape.scores_stride
+    b = low_block
+    while b < high_block:
+        at, to = keys + b * size * LANES * 4, scores + (b - low_block) * LANES * 4
+        wide = b + 4 <= high_block
+        if queries == 4:
+            if wide:
+                mix_4x4(at, size * LANES * 4, query, stride, 0, to, shape.scores_stride, size)
+            else:
+                mix_4(at, 0, query, stride, 0, to, shape.scores_stride, size)
+        elif wide:
+            mix_1x4(at, size * LANES * 4, query, stride, 0, to, shape.scores_stride, size)
+        else:
+            mix_1(at, 0, query, stride, 0, to, shape.scores_stride, size)
+        b += 4 if wide else 1
+    scale = ONE / np.sqrt(np.float32(size))
+    for q in range(queries):
+        row = carray(lanes.floats_at(scores + q * shape.scores_stride), (capacity,))
+        low = max(0, position + q - band + 1) if band else 0
+        soften(row, first, low, position + q + 1, until, scale)
+    b = 0
+    while b < blocks:
+        at, to = values + (b * capacity + first) * LANES * 4, out + b * LANES * 4
+        wide = b + 4 <= blocks
+        if queries == 4:
+            if wide:
+                mix_4x4(at, capacity * LANES * 4, scores, shape.scores_stride, 0, to, blocks * LANES * 4, until - first)
+            else:
+                mix_4(at, 0, scores, shape.scores_stride, 0, to, blocks * LANES * 4, until - first)
+        elif wide:
+            mix_1x4(at, capacity * LANES * 4, scores, shape.scores_stride, 0, to, blocks * LANES * 4, until - first)
+        else:
+            mix_1(at, 0, scores, shape.scores_stride, 0, to, blocks * LANES * 4, until - first)
+        b += 4 if wide else 1
+    for q in range(queries):
+        source = carray(lanes.floats_at(out + q * blocks * LANES * 4), (size,))
+        target = carray(lanes.floats_at(shape.mixed + (m + q) * shape.width_stride + head * size * 4), (size,))
+        for d in range(size):
+            target[d] = source[d]
+
+
+@njit(**COMPILED)
+def attention(shape: Shape, layer: int, thread: int, slots: Any, positions: Any, rows: int, memory: int) -> None:
+    """This thread's heads, for all rows."""
+    for head in range(shape.heads * thread // shape.threads, shape.heads * (thread + 1) // shape.threads):
+        remember(shape, layer, head, slots, positions, rows)
+        m = 0
+        while m < rows:
+            together = m + 4 <= rows
+            for i in range(1, 4):
+                together = together and slots[m + i] == slots[m] and positions[m + i] == positions[m] + i
+            queries = 4 if together else 1
+            attend(shape, layer, head, slots[m], positions[m], m, queries, memory)
+            m += queries
+
+
+@njit(**COMPILED)
+def add_rows(shape: Shape, result: int, base: int, rows: int, panels: int, until: int) -> None:
+    """x = base + result, on the columns of these panels."""
+    begin, end = panels * PANEL, min(until * PANEL, shape.width)
+    for m in range(rows):
+        x = carray(lanes.floats_at(shape.x + m * shape.width_stride), (shape.width,))
+        old = carray(lanes.floats_at(base + m * shape.width_stride), (shape.width,))
+        new = carray(lanes.floats_at(result + m * shape.width_stride), (shape.width,))
+        for i in range(begin, end):
+            x[i] = old[i] + new[i]
+
+
+@njit(**COMPILED)
+def forward(
+    shape: Shape, table: Any, job: int, thread: int, tokens: Any, slots: Any, positions: Any, wanted: Any,
+    rows: int, heads_wanted: int, meetings: int,
+) -> int:  # fmt: skip
+    """This thread's share of one step; returns how many meetings there have been. Logits only for `wanted` rows."""
+    threads, width, int8 = shape.threads, shape.width, shape.int8
+    depth, hidden_depth = (padded(width), padded(shape.hidden)) if int8 else (width, shape.hidden)
+    alone = rows <= 2  # then each thread prepares all rows for itself, which is cheaper than meeting
+    own = shape.private + thread * shape.private_bytes
+    memory = own + 2 * (shape.width_stride + shape.codes_stride)
+    act = own if alone else shape.act
+    codes = own + 2 * shape.width_stride if alone else shape.codes
+    low, high = (0, rows) if alone else (rows * thread // threads, rows * (thread + 1) // threads)
+    values, stride = (codes, shape.codes_stride) if int8 else (act, shape.width_stride)
+    for m in range(rows * thread // threads, rows * (thread + 1) // threads):
+        embed(shape, table, tokens[m], positions[m], shape.x + m * shape.width_stride)
+    meetings = meet(job, threads, meetings)
+    for layer in range(shape.layers):
+        at = table[layer * PER_LAYER : (layer + 1) * PER_LAYER]
+        for m in range(low, high):
+            normalise(shape.x + m * shape.width_stride, act + m * shape.width_stride, width, at[ATTN_NORM])
+            if int8:
+                quantise(
+                    act + m * shape.width_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP
+                )
+        if not alone:
+            meetings = meet(job, threads, meetings)
+        begin, end = share(3 * width, thread, threads)
+        multiply(
+            int8, at[QKV], depth, begin, end, values, stride, rows, at[QKV_BIAS], shape.qkv, shape.qkv_stride
+        )
+        meetings = meet(job, threads, meetings)
+        attention(shape, layer, thread, slots, positions, rows, memory)
+        meetings = meet(job, threads, meetings)
+        mixed, mixed_stride = shape.mixed, shape.width_stride
+        if int8:
+            for m in range(low, high):
+                quantise(
+                    mixed + m * mixed_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP
+                )
+            if not alone:
+                meetings = meet(job, threads, meetings)
+            mixed, mixed_stride = codes, shape.codes_stride
+        begin, end = share(width, thread, threads)
+        # the projection's result goes where the queries were: nobody needs them any more
+        multiply(
+            int8, at[OUT], depth, begin, end, mixed, mixed_stride, rows, at[OUT_BIAS], shape.qkv, shape.width_stride
+        )
+        add_rows(shape, shape.qkv, act if shape.post_norm else shape.x, rows, begin, end)
+        meetings = meet(job, threads, meetings)
+        for m in range(low, high):
+            normalise(shape.x + m * shape.width_stride, act + m * shape.width_stride, width, at[MLP_NORM])
+            if int8:
+                quantise(
+                    act + m * shape.width_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP
+                )
+        if not alone:
+            meetings = meet(job, threads, meetings)
+        begin, end = share(shape.hidden, thread, threads)
+        multiply(
+            int8, at[UP], depth, begin, end, values, stride, rows, at[UP_BIAS], shape.middle, shape.middle_stride
+        )
+        for m in range(rows):
+            row = shape.middle + m * shape.middle_stride
+            activate(carray(lanes.floats_at(row + begin * PANEL * 4), ((end - begin) * PANEL,)), shape.activation)
+            if int8:
+                out = shape.middle_codes + m * shape.middle_codes_stride
+                quantise(row, padded(shape.hidden), out, hidden_depth, begin // 2, end // 2)
+        meetings = meet(job, threads, meetings)
+        begin, end = share(width, thread, threads)
+        middle, middle_stride = shape.middle, shape.middle_stride
+        if int8:
+            middle, middle_stride = shape.middle_codes, shape.middle_codes_stride
+        multiply(
+            int8, at[DOWN], hidden_depth, begin, end, middle, middle_stride, rows, at[DOWN_BIAS], shape.qkv,
+            shape.width_stride,
+        )  # fmt: skip
+        add_rows(shape, shape.qkv, act if shape.post_norm else shape.x, rows, begin, end)
+        meetings = meet(job, threads, meetings)
+    return head(shape, table, job, thread, wanted, heads_wanted, depth, meetings)
+
+
+@njit(**COMPILED)
+def head(
+    shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int, depth: int, meetings: int
+) -> int:
+    """Final norm and output head of the wanted rows."""
+    threads, at = shape.threads, table[shape.layers * PER_LAYER :]
+    for m in range(rows * thread // threads, rows * (thread + 1) // threads):
+        normalise(
+            shape.x + wanted[m] * shape.width_stride, shape.act + m * shape.width_stride, shape.width, at[FINAL_NORM]
+        )
+        if shape.int8:
+            row = shape.codes + m * shape.codes_stride
+            quantise(shape.act + m * shape.width_stride, shape.width, row, depth, 0, depth // GROUP)
+    meetings = meet(job, threads, meetings)
+    values, stride = (shape.codes, shape.codes_stride) if shape.int8 else (shape.act, shape.width_stride)
+    begin, end = share(shape.vocab, thread, threads)
+    multiply(
+        shape.int8, at[HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride
+    )
+    return meet(job, threads, meetings)
+
+
+@njit(**COMPILED)
+def lead(
+    shape: Shape, table: Any, job: Any, address: int, number: int, tokens: Any, slots: Any, positions: Any,
+    wanted: Any, rows: int, heads_wanted: int, meetings: int,
+) -> int:  # fmt: skip
+    """What the calling thread does: announce the job and take the first share."""
+    job[JOB_ROWS], job[JOB_WANTED] = rows, heads_wanted
+    lanes.atomic_store(address + 8 * JOB_NUMBER, number)
+    return forward(shape, table, address, 0, tokens, slots, positions, wanted, rows, heads_wanted, meetings)
+
+
+@njit(**COMPILED)
+def follow(
+    shape: Shape, table: Any, job: Any, address: int, thread: int, done: int, tokens: Any, slots: Any,
+    positions: Any, wanted: Any, meetings: int, patience: int,
+) -> tuple[int, int]:  # fmt: skip
+    """What a helper does: take its share of every job until none has come for a while. A negative job is the end."""
+    idle = 0
+    while idle < patience:
+        number = lanes.atomic_load(address + 8 * JOB_NUMBER)
+        if number < 0:
+            return number, meetings
+        if number == done:
+            lanes.pause()
+            idle += 1
+            continue
+        rows, heads_wanted = job[JOB_ROWS], job[JOB_WANTED]
+        meetings = forward(
+            shape, table, address, thread, tokens, slots, positions, wanted, rows, heads_wanted, meetings
+        )
+        done, idle = number, 0
+    return done, meetings

@@ -1,0 +1,333 @@
+"""The few vector instructions a compiler does not find by itself, as numba intrinsics that work on plain addresses."""
+
+# A tile is the product of a few tokens' activations with a few panels of weights, summed over k in one order whatever
+# its shape, so a token's result never depends on what it is computed together with.
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from plume.generate.layout import GROUP, LANES, PANEL
+
+AHEAD = 4096  # bytes that weights are fetched before they are needed
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+
+FEATURES = llvm.get_host_cpu_features()
+ARM = platform.machine().lower() in ("arm64", "aarch64")
+SIGNED_DOT = ARM and bool(FEATURES.get("dotprod"))  # weights are brought back to signed bytes before the product
+WIDE = bool(FEATURES.get("avx512f"))
+TILE_TOKENS = (12, 8, 4, 2, 1) if WIDE else (3, 2, 1)  # as many sums as the registers hold, then the remainders
+
+
+def _at(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
+    """The address, moved by a number of bytes, as a pointer."""
+    if not isinstance(offset, int) or offset:
+        address = builder.add(address, ir.Constant(I64, offset) if isinstance(offset, int) else offset)
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    vector = ir.VectorType(value.type, LANES)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(I32, 0))
+    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(INTS, [0] * LANES))
+
+
+def _load(builder: Any, address: Any, offset: Any, kind: Any, align: int = 4) -> Any:
+    return builder.load(_at(builder, address, offset, kind), align=align)
+
+
+def _prefetch(builder: Any, address: Any, offset: Any) -> None:
+    pointer = ir.PointerType()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", [], kind)
+    place = builder.inttoptr(builder.add(address, offset), pointer)
+    builder.call(fetch, [place, *(ir.Constant(I32, n) for n in (0, 3, 1))])
+
+
+def _times(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """A loop of `count` rounds (at least one) that hands the carried values from round to round."""
+    before = builder.block
+    inside, after = builder.append_basic_block("round"), builder.append_basic_block("done")
+    builder.branch(inside)
+    builder.position_at_end(inside)
+    index = builder.phi(I64)
+    index.add_incoming(ir.Constant(I64, 0), before)
+    phis = [builder.phi(value.type) for value in carried]
+    for phi, value in zip(phis, carried, strict=True):
+        phi.add_incoming(value, before)
+    results = body(index, phis)
+    following = builder.add(index, ir.Constant(I64, 1))
+    index.add_incoming(following, builder.block)
+    for phi, value in zip(phis, results, strict=True):
+        phi.add_incoming(value, builder.block)
+    builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
+    builder.position_at_end(after)
+    return results
+
+
+def _multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+    return builder.call(builder.module.declare_intrinsic(f"llvm.fmuladd.v{LANES}f32", [], kind), [a, b, c])
+
+
+def _dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
+    """Add to each lane the product of its four unsigned weight bytes with four signed activation bytes."""
+    call = builder.module.declare_intrinsic
+    if FEATURES.get("avx512vnni"):
+        kind = ir.FunctionType(INTS, [INTS, INTS, INTS])
+        return builder.call(call("llvm.x86.avx512.vpdpbusd.512", [], kind), [total, weights, values])
+    if SIGNED_DOT:
+        return _arm_dot4(builder, total, weights, values)
+    if FEATURES.get("avx2"):
+        return _pair_dot4(builder, total, weights, values)
+    for byte in range(4):  # any machine
+        up, eight = ir.Constant(INTS, [24 - 8 * byte] * LANES), ir.Constant(INTS, [8 * byte] * LANES)
+        value = builder.ashr(builder.shl(values, up), ir.Constant(INTS, [24] * LANES))
+        weight = builder.and_(builder.lshr(weights, eight), ir.Constant(INTS, [255] * LANES))
+        total = builder.add(total, builder.mul(weight, value))
+    return total
+
+
+def _pair_dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
+    """Even and odd bytes apart as 16-bit numbers, multiplied and added in pairs: exact, nothing saturates."""
+    shorts = ir.VectorType(I16, 2 * LANES)
+    half, pairs = ir.VectorType(I16, LANES), ir.VectorType(I32, LANES // 2)
+    eight = ir.Constant(shorts, [8] * 2 * LANES)
+    w, a = builder.bitcast(weights, shorts), builder.bitcast(values, shorts)
+    even = builder.and_(w, ir.Constant(shorts, [255] * 2 * LANES)), builder.ashr(builder.shl(a, eight), eight)
+    odd = builder.lshr(w, eight), builder.ashr(a, eight)
+    add_pairs = builder.module.declare_intrinsic("llvm.x86.avx2.pmadd.wd", [], ir.FunctionType(pairs, [half, half]))
+    nothing = ir.Constant(shorts, ir.Undefined)
+    whole = ir.Constant(INTS, list(range(LANES)))
+    for left, right in (even, odd):
+        halves = []
+        for start in (0, LANES):
+            pick = ir.Constant(INTS, list(range(start, start + LANES)))
+            cut = [builder.shuffle_vector(side, nothing, pick) for side in (left, right)]
+            halves.append(builder.call(add_pairs, cut))
+        total = builder.add(total, builder.shuffle_vector(halves[0], halves[1], whole))
+    return total
+
+
+def _arm_dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
+    quarter, bytes16 = ir.VectorType(I32, 4), ir.VectorType(I8, 16)
+    sdot = builder.module.declare_intrinsic(
+        "llvm.aarch64.neon.sdot.v4i32.v16i8", [], ir.FunctionType(quarter, [quarter, bytes16, bytes16])
+    )
+    signed = builder.xor(weights, ir.Constant(INTS, [-0x7F7F7F80] * LANES))
+    nothing, parts = ir.Constant(INTS, ir.Undefined), []
+    for start in range(0, LANES, 4):
+        pick = ir.Constant(ir.VectorType(I32, 4), list(range(start, start + 4)))
+        t, w, a = (builder.shuffle_vector(v, nothing, pick) for v in (total, signed, values))
+        parts.append(builder.call(sdot, [t, builder.bitcast(w, bytes16), builder.bitcast(a, bytes16)]))
+    eight = ir.Constant(ir.VectorType(I32, 8), list(range(8)))
+    halves = [builder.shuffle_vector(parts[i], parts[i + 1], eight) for i in (0, 2)]
+    return builder.shuffle_vector(halves[0], halves[1], ir.Constant(INTS, list(range(LANES))))
+
+
+def float_tile(tokens: int, panels: int, vectors: int) -> Any:
+    """Float products: out[t, p, :] = start[p, :] + sum over k of values[t, k] * weights[p, k, :].
+
+    A panel is `vectors` vectors wide. Addresses and strides are in bytes; a start of 0 begins at zero.
+    """
+
+    def emit(builder: Any, args: Any) -> None:
+        weights, panel_stride, values, token_stride, start, out, out_stride, depth = args
+        panel_at = [builder.add(weights, builder.mul(panel_stride, ir.Constant(I64, p))) for p in range(panels)]
+        token_at = [builder.add(values, builder.mul(token_stride, ir.Constant(I64, t))) for t in range(tokens)]
+        wide = vectors * LANES * 4
+
+        def body(k: Any, sums: list[Any]) -> list[Any]:
+            sums = list(sums)
+            step, four = builder.mul(k, ir.Constant(I64, wide)), builder.mul(k, ir.Constant(I64, 4))
+            rows = [builder.add(at, step) for at in panel_at]
+            w = [_load(builder, row, v * LANES * 4, FLOATS, align=64) for row in rows for v in range(vectors)]
+            for row in rows if vectors > 1 else ():  # weights come from memory, keys and values are in the cache
+                for v in range(vectors):
+                    _prefetch(builder, row, ir.Constant(I64, AHEAD + v * LANES * 4))
+            for t in range(tokens):
+                value = _splat(builder, _load(builder, token_at[t], four, F32))
+                for i in range(panels * vectors):
+                    place = t * panels * vectors + i
+                    sums[place] = _multiply_add(builder, value, w[i], sums[place])
+            return sums
+
+        first = _starts(builder, start, panels * vectors) * tokens
+        _store(builder, _times(builder, depth, first, body), out, out_stride, panels * vectors)
+
+    return _intrinsic(emit, 8)
+
+
+def int8_tile(tokens: int, panels: int) -> Any:
+    """The same with int8 groups. A panel's group is its scales (bfloat16) and then its bytes, four of k at a time;
+    a token is its bytes, then one scale per group, then what each group's sum starts from."""
+
+    def emit(builder: Any, args: Any) -> None:
+        weights, panel_stride, values, token_stride, start, out, out_stride, groups = args
+        panel_at = [builder.add(weights, builder.mul(panel_stride, ir.Constant(I64, p))) for p in range(panels)]
+        token_at = [builder.add(values, builder.mul(token_stride, ir.Constant(I64, t))) for t in range(tokens)]
+        vectors = PANEL // LANES
+        group_bytes = 2 * PANEL + GROUP * PANEL
+        scale_offset = builder.mul(groups, ir.Constant(I64, GROUP))
+        start_offset = builder.add(scale_offset, builder.mul(groups, ir.Constant(I64, 4)))
+
+        def group(g: Any, sums: list[Any]) -> list[Any]:
+            four = builder.mul(g, ir.Constant(I64, 4))
+            begins = [_splat(builder, _load(builder, at, builder.add(start_offset, four), I32)) for at in token_at]
+            bases = [builder.add(at, builder.mul(g, ir.Constant(I64, group_bytes))) for at in panel_at]
+            bytes_at = [builder.add(at, builder.mul(g, ir.Constant(I64, GROUP))) for at in token_at]
+
+            def steps(j: Any, totals: list[Any]) -> list[Any]:
+                totals = list(totals)
+                for u in range(4):
+                    quad = builder.add(builder.mul(j, ir.Constant(I64, 16)), ir.Constant(I64, 4 * u))
+                    row = builder.mul(quad, ir.Constant(I64, PANEL))
+                    w = [
+                        _load(builder, base, builder.add(row, ir.Constant(I64, 2 * PANEL + v * 4 * LANES)), INTS, align=64)
+                        for base in bases
+                        for v in range(vectors)
+                    ]
+                    for base in bases:
+                        for v in range(vectors):
+                            _prefetch(builder, base, builder.add(row, ir.Constant(I64, AHEAD + v * LANES * 4)))
+                    for t in range(tokens):
+                        value = _splat(builder, _load(builder, bytes_at[t], quad, I32))
+                        for i in range(panels * vectors):
+                            place = t * panels * vectors + i
+                            totals[place] = _dot4(builder, totals[place], w[i], value)
+                return totals
+
+            first = [begins[t] for t in range(tokens) for _ in range(panels * vectors)]
+            totals = _times(builder, ir.Constant(I64, GROUP // 16), first, steps)
+            scale = [_splat(builder, _load(builder, at, builder.add(scale_offset, four), F32)) for at in token_at]
+            result = list(sums)
+            for p in range(panels):
+                for v in range(vectors):
+                    half = _load(builder, bases[p], v * 2 * LANES, ir.VectorType(I16, LANES), align=32)
+                    bits = builder.shl(builder.zext(half, INTS), ir.Constant(INTS, [16] * LANES))
+                    weight_scale = builder.bitcast(bits, FLOATS)
+                    for t in range(tokens):
+                        i = (t * panels + p) * vectors + v
+                        both = builder.fmul(weight_scale, scale[t])
+                        result[i] = _multiply_add(builder, builder.sitofp(totals[i], FLOATS), both, sums[i])
+            return result
+
+        first = _starts(builder, start, panels * vectors) * tokens
+        _store(builder, _times(builder, groups, first, group), out, out_stride, panels * vectors)
+
+    return _intrinsic(emit, 8)
+
+
+def _starts(builder: Any, start: Any, count: int) -> list[Any]:
+    """What the sums begin with: the bias, or zero when there is none."""
+    zero = ir.Constant(FLOATS, [0.0] * LANES)
+    before, given, after = builder.block, builder.append_basic_block("bias"), builder.append_basic_block("go")
+    builder.cbranch(builder.icmp_signed("!=", start, ir.Constant(I64, 0)), given, after)
+    builder.position_at_end(given)
+    loaded = [_load(builder, start, i * LANES * 4, FLOATS) for i in range(count)]
+    builder.branch(after)
+    builder.position_at_end(after)
+    phis = [builder.phi(FLOATS) for _ in range(count)]
+    for phi, value in zip(phis, loaded, strict=True):
+        phi.add_incoming(zero, before)
+        phi.add_incoming(value, given)
+    return phis
+
+
+def _store(builder: Any, sums: list[Any], out: Any, out_stride: Any, per_token: int) -> None:
+    for i, value in enumerate(sums):
+        token, place = divmod(i, per_token)
+        row = builder.add(out, builder.mul(out_stride, ir.Constant(I64, token)))
+        builder.store(value, _at(builder, row, place * LANES * 4, FLOATS), align=4)
+
+
+def _intrinsic(emit: Callable[[Any, Any], None], count: int) -> Any:
+    assert count == 8
+
+    @intrinsic
+    def tile(typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            emit(builder, args)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), codegen
+
+    return tile
+
+
+@intrinsic
+def atomic_add(typing: Any, address: Any, amount: Any) -> Any:
+    """Add to a shared counter; returns what it was."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _at(builder, args[0], 0, I64), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def atomic_load(typing: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_at(builder, args[0], 0, I64), "seq_cst", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def atomic_store(typing: Any, address: Any, value: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _at(builder, args[0], 0, I64), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def pause(typing: Any) -> Any:
+    """Tell the core that this is a waiting loop."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if ARM:
+            hint = builder.module.declare_intrinsic("llvm.aarch64.hint", [], ir.FunctionType(ir.VoidType(), [I32]))
+            builder.call(hint, [ir.Constant(I32, 1)])
+        else:
+            wait = builder.module.declare_intrinsic("llvm.x86.sse2.pause", [], ir.FunctionType(ir.VoidType(), []))
+            builder.call(wait, [])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+def _pointer(kind: Any, numba_type: Any) -> Any:
+    @intrinsic
+    def pointer(typing: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], kind.as_pointer())
+
+        return types.CPointer(numba_type)(types.int64), codegen
+
+    return pointer
+
+
+# pointers from addresses, for numba.carray
+floats_at = _pointer(F32, types.float32)
+bytes_at = _pointer(I8, types.int8)
+halves_at = _pointer(I16, types.uint16)
+ints_at = _pointer(I32, types.int32)
+
+
+@intrinsic
+def float_of_bits(typing: Any, bits: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], F32)
+
+    return types.float32(types.int32), codegen
