@@ -7,7 +7,7 @@ import inspect
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
@@ -184,8 +184,21 @@ class TokenizerConfig:
     kind: Literal["byte-bpe", "gpt1-bpe", "wordpiece", "characters", "bytes"] = "byte-bpe"
     vocab_size: int = 4096  # special tokens included; characters and bytes take what they need
     folder: Path | None = None  # a model or tokenizer folder to take the tokenizer from instead of training one
-    lowercase: bool = True  # wordpiece only
+    specials: Literal["gpt1", "gpt2", "bert", "roberta"] | None = (
+        None  # whose special tokens; unset means the kind's own
+    )
+    lowercase: bool = True  # wordpiece only; accents go with it
+    words: Literal["auto", "spacy", "basic"] = (
+        "auto"  # gpt1-bpe only; auto means spacy where the extra gpt1 is installed
+    )
+    score: Literal["frequency", "likelihood"] = "frequency"  # wordpiece only: which pair of pieces to join next
+    min_count: int = 2  # pairs, and letters outside byte-bpe, that are seen less often get no token
     max_memory_mb: int = 1024  # word counts beyond this spill to disk
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "min_count", "max_memory_mb"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +283,213 @@ class PlanConfig:
     tokens: int = 1_000_000_000  # to train on
     batch: int = 8  # sequences in memory at once
     sequence: int | None = None  # tokens per sequence; unset means the whole context
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a model is trained, whatever it learns."""
+
+    steps: int  # updates of the weights
+    batch: int = 64  # sequences in one update, over all ranks
+    micro_batch: int | None = None  # sequences computed at a time on one rank; unset means about 4096 tokens
+    batch_start: int | None = None  # the batch grows evenly from this, as GPT-3's; unset means it is constant
+    ramp_steps: int = 0  # steps over which it grows
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon is for the matrices of the blocks, with adamw for the rest
+    lr: float = 6e-4  # peak, of adamw
+    muon_lr: float = 0.02  # peak, of muon
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    bias_correction: bool = True  # BERT's code left it out
+    weight_decay: float = 0.1  # on matrices; never on biases and norms
+    decay_embeddings: bool = True
+    muon_momentum: float = 0.95
+    muon_iterations: int = 5  # of its orthogonalisation
+    muon_weight_decay: float | None = None  # unset means as weight_decay
+    clip: float | None = 1.0  # largest norm of the gradient; unset means unclipped
+    schedule: Literal["cosine", "linear", "constant", "constant-then-decay", "inverse-sqrt"] = "cosine"
+    warmup: int = 0  # steps
+    final_lr: float = 0.1  # where the decay ends, as a fraction of the peak
+    decay_steps: int | None = None  # step at which the decay has ended; unset means the last
+    cooldown: float = 0.2  # share of the steps that constant-then-decay decays over
+    label_smoothing: float = 0.0
+    seed: int = 0
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto measures what the device is fast at
+    compile: bool = False  # torch.compile
+    activation_checkpointing: bool = False  # compute activations again in the backward: less memory, more time
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"  # over many ranks; auto shards when a copy would not fit
+    tensor_parallel: int = 1  # ranks that share each matrix
+    log_every: int = 10
+    validate_every: int | None = None  # unset means ten times in the run
+    validation_rows: int = 256  # sequences; always the same ones, masked the same way
+    checkpoint_every: int | None = None  # unset means as often as validation
+    keep_last: int = 2  # checkpoints
+    keep_best: bool = True  # also the checkpoint of the lowest validation loss; the model folder is made from it
+    sample_every: int | None = None  # unset means as often as validation
+    sample_prompt: str = ""
+    sample_tokens: int = 64
+    sanity_step: int | None = None  # by then the loss must beat the unigram entropy; unset means half way
+    tensorboard: bool = False
+    wandb: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={value} must be at least 1"
+            for name in ("steps", "batch", "log_every", "keep_last", "tensor_parallel", "validation_rows")
+            if (value := getattr(self, name)) < 1
+        ]
+        problems += [
+            f"{name}={value} must be at least 1, or unset"
+            for name in ("micro_batch", "batch_start", "validate_every", "checkpoint_every", "sample_every")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        problems += [
+            f"{name}={getattr(self, name)} must be at least 0 and below 1, for example {example}"
+            for name, example in (("beta1", 0.9), ("beta2", 0.95), ("muon_momentum", 0.95), ("label_smoothing", 0.1))
+            if not 0.0 <= getattr(self, name) < 1.0
+        ]
+        problems += [
+            f"{name}={getattr(self, name)} must be above 0, for example {example}"
+            for name, example in (("lr", 6e-4), ("muon_lr", 0.02), ("eps", 1e-8))
+            if not getattr(self, name) > 0
+        ]
+        if self.clip is not None and not self.clip > 0:
+            problems.append(f"clip={self.clip} must be above 0, for example 1.0, or unset")
+        if not 0 <= self.warmup <= self.steps:
+            problems.append(
+                f"warmup={self.warmup} must lie between 0 and steps={self.steps}; {self.steps // 10} would do"
+            )
+        if not 0.0 <= self.final_lr <= 1.0 or not 0.0 < self.cooldown <= 1.0:
+            problems.append(f"final_lr={self.final_lr} and cooldown={self.cooldown} are shares between 0 and 1")
+        if not 1 <= self.muon_iterations <= 5:
+            problems.append(f"muon_iterations={self.muon_iterations} must lie between 1 and 5")
+        if self.batch_start is not None and not self.batch_start <= self.batch:
+            problems.append(f"batch_start={self.batch_start} must be at most batch={self.batch}")
+        if self.batch_start is not None and self.ramp_steps < 1:
+            problems.append(
+                f"ramp_steps={self.ramp_steps} must be at least 1 when the batch grows from {self.batch_start}"
+            )
+        if problems:
+            raise UserError("; ".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Labelled rows: where they are, what their columns mean, and what the task is."""
+
+    train: str  # a file (.csv .tsv .jsonl .json .parquet .conll), or a folder with train and dev or validation files
+    validation: str | None = None  # a file; unset means a share of the training rows
+    test: str | None = None  # a file to predict for at the end; labels there may be missing
+    name: str | None = None  # of a GLUE task, whose own files, columns and metric are known: sst2, cola, rte, stsb, ...
+    kind: Literal["classify", "pair", "similarity", "choose", "tag", "span", "embed", "translate"] | None = (
+        None  # unset means guessed from the columns
+    )
+    target: Literal["label", "number"] | None = None  # unset means number where labels are numbers with a fraction
+    columns: dict[str, str] = field(default_factory=dict)  # our field: their column; what is not named is guessed
+    header: tuple[str, ...] = ()  # names of the columns where a .csv or .tsv has no header line
+    labels: tuple[str, ...] = ()  # in this order; unset means the sorted labels of the training rows
+    template: tuple[str, ...] = ()  # other passes than the kind's own, such as "{text} | {pair}"
+    targets: str | None = None  # file aligned line by line with `train`, for translate
+    validation_targets: str | None = None
+    test_targets: str | None = None
+    validation_share: float = 0.1  # of the training rows, when there is no validation file
+    length: int | None = None  # tokens of the longest row; unset means the model's context
+    stride: int | None = None  # tokens from one window of a long context to the next; unset: 128 or a third of `length`
+    question_length: int = 64  # tokens of a question that are kept, for span
+    skip_bad_rows: bool = False  # leave out rows without text or with a broken label, instead of stopping
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.validation_share < 1.0:
+            raise UserError(f"validation_share={self.validation_share} must lie between 0 and 1, for example 0.1")
+        if self.length is not None and self.length < 8:
+            raise UserError(f"length={self.length} must be at least 8")
+        if self.stride is not None and self.stride < 1:
+            raise UserError(f"stride={self.stride} must be at least 1, for example 128")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptConfig:
+    """Which weights move, and how much."""
+
+    mode: Literal["full", "features", "lora"] = "full"  # features: the body is frozen and only the head learns
+    freeze_layers: int = 0  # the embeddings and this many first layers stay as they are
+    unfreeze_every: int | None = None  # steps after which one more layer, from the top, begins to learn
+    layer_decay: float = 1.0  # the learning rate of each layer, as a share of that of the layer above it
+    transfer_layers: int | None = None  # only the first layers are taken from the model; -1 takes nothing at all
+    rank: int = 8  # of LoRA
+    alpha: float = 16.0  # LoRA's update is multiplied by alpha / rank
+    lora_dropout: float = 0.0
+    lora_parts: tuple[Literal["q", "k", "v", "out", "up", "down"], ...] = ("q", "v")  # matrices that LoRA adds to
+
+    def __post_init__(self) -> None:
+        if self.freeze_layers < 0:
+            raise UserError(f"freeze_layers={self.freeze_layers} cannot be negative; 0 freezes nothing")
+        if not 0.0 < self.layer_decay <= 1.0:
+            raise UserError(f"layer_decay={self.layer_decay} must be above 0 and at most 1, for example 0.95")
+        if self.transfer_layers is not None and self.transfer_layers < -1:
+            raise UserError(f"transfer_layers={self.transfer_layers} must be -1 (nothing), 0 (embeddings) or more")
+        if self.rank < 1 or not self.alpha > 0 or not 0.0 <= self.lora_dropout < 1.0 or not self.lora_parts:
+            raise UserError("rank must be at least 1, alpha above 0, lora_dropout in [0, 1), lora_parts not empty")
+        if self.unfreeze_every is not None and (self.unfreeze_every < 1 or self.mode != "full"):
+            raise UserError(f"unfreeze_every={self.unfreeze_every} must be at least 1, and needs mode=full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """From a pretrained model and labelled rows to a measured model."""
+
+    model: str  # folder or hub name of the pretrained model
+    task: TaskConfig
+    folder: Path  # of the run: model/, report.md, predictions.jsonl, plots
+    adapt: AdaptConfig = AdaptConfig()
+    epochs: float = 3.0
+    batch: int = 32
+    micro_batch: int | None = None  # examples computed at a time; unset means the whole batch
+    lr: float | None = None  # peak; unset means GPT-1's 6.25e-5 or BERT's 2e-5, and 1e-3 for lora and features
+    warmup: float | None = None  # share of the steps; unset means GPT-1's 0.002, or 0.1
+    weight_decay: float = 0.01
+    clip: float | None = 1.0
+    dropout: float | None = None  # in the whole model; unset means as it was pretrained
+    classifier_dropout: float = 0.1
+    auxiliary: float | None = None  # weight of the language model on the task's text; unset: 0.5 where the model is one
+    class_weights: Literal["none", "balanced"] = "none"
+    label_smoothing: float = 0.0
+    temperature: float = 0.05  # of the contrastive objective
+    tune_threshold: bool = False  # of a two-class task: the probability from which the second label is given
+    metric: str | None = None  # that picks the best checkpoint; unset means the task's own
+    validate_every: int | None = None  # steps; unset means five times in each epoch
+    patience: int | None = None  # validations without a better one after which to stop; unset means never
+    seeds: int | None = None  # runs; unset means 3 below 5000 training rows, else 1
+    seed: int = 0
+    beams: int = 4  # for translate
+    answer_length: int = 30  # tokens of the longest answer, for span
+    device: str = "auto"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    overwrite: bool = False  # replace a finished run with other settings
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={value} must be at least 1"
+            for name in ("batch", "micro_batch", "validate_every", "patience", "seeds", "beams", "answer_length")
+            if (value := getattr(self, name)) is not None and value < 1
+        ]
+        if not self.epochs > 0:
+            problems.append(f"epochs={self.epochs} must be above 0, for example 3")
+        if self.lr is not None and not self.lr > 0:
+            problems.append(f"lr={self.lr} must be above 0, for example 5e-5")
+        if self.warmup is not None and not 0.0 <= self.warmup <= 1.0:
+            problems.append(f"warmup={self.warmup} is a share of the steps, between 0 and 1, for example 0.1")
+        for name in ("dropout", "classifier_dropout", "label_smoothing"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 <= value < 1.0:
+                problems.append(f"{name}={value} must be at least 0 and below 1, for example 0.1")
+        if self.auxiliary is not None and self.auxiliary < 0:
+            problems.append(f"auxiliary={self.auxiliary} cannot be negative; 0 turns it off")
+        if not self.temperature > 0:
+            problems.append(f"temperature={self.temperature} must be above 0, for example 0.05")
+        if problems:
+            raise UserError("; ".join(problems))
 
 
 T = TypeVar("T")

@@ -1,0 +1,119 @@
+"""From texts to token shards: plan, tokenize in parallel, leave out duplicates, split, report. A killed run goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plume.config import DataConfig, UserError
+from plume.data.clean import held_out_index
+from plume.data.duplicates import find_duplicates
+from plume.data.finish import finish, publish
+from plume.data.pool import run_pieces
+from plume.data.readers import read_documents
+from plume.data.report import make_report
+from plume.data.shards import FORMAT, MANIFEST, Manifest, aside, read_manifest, write_json
+from plume.data.sources import Piece, plan_pieces
+from plume.text import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A finished folder and the report on how it came about."""
+
+    folder: Path
+    manifest: Manifest
+    report: dict[str, Any]
+
+
+def prepare(config: DataConfig) -> Prepared:
+    """Turn the texts of a config into shards in its folder; finished work is taken as it is."""
+    began = time.perf_counter()
+    work = config.folder / ".work"
+    pieces = plan_pieces(config)
+    fingerprint = fingerprint_of(config, pieces)
+    if (done := finished(config, fingerprint)) is not None:
+        return done
+    open_work(config, work, fingerprint)
+    tokenizer = the_tokenizer(config, work)
+    if config.clean.held_out and not (work / "held_out").is_file():
+        with aside(work / "held_out") as stream:
+            stream.write(held_out_index(config).tobytes())
+    run_pieces(config, work, [p for p in pieces if not is_done(work, p)], sum(p.size for p in pieces))
+    results = [json.loads((work / f"{p.number:05}.json").read_text()) for p in pieces]
+    dropped = find_duplicates(config.clean, work, [r["entries"] for r in results])
+    manifest = finish(config, work, pieces, dropped, tokenizer, fingerprint)
+    report = make_report(config, pieces, results, dropped, manifest, time.perf_counter() - began)
+    publish(config.folder, work, manifest, report)
+    return Prepared(config.folder, manifest, report)
+
+
+def fingerprint_of(config: DataConfig, pieces: list[Piece]) -> str:
+    """The same for the same settings and unchanged files, wherever and however they are prepared."""
+    indifferent = {"folder": Path(), "workers": None, "on": "local", "budget": None, "overwrite": False}
+    settings = repr(replace(config, **indifferent))  # type: ignore[arg-type]
+    files = sorted({part.path for piece in pieces for part in piece.parts if not part.path.startswith("hub:")})
+    state = [(f, s.st_size, s.st_mtime_ns) for f in files for s in [Path(f).stat()]]
+    return hashlib.sha256(repr((FORMAT, settings, state)).encode()).hexdigest()
+
+
+def finished(config: DataConfig, fingerprint: str) -> Prepared | None:
+    if not (config.folder / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(config.folder)
+    if manifest.fingerprint == fingerprint:
+        return Prepared(config.folder, manifest, json.loads((config.folder / "report.json").read_text()))
+    if not config.overwrite:
+        raise UserError(
+            f"{config.folder} holds data prepared from other texts or settings; "
+            "choose another folder, or overwrite=true to replace it"
+        )
+    return None
+
+
+def open_work(config: DataConfig, work: Path, fingerprint: str) -> None:
+    """The folder of unfinished work: the one of the run before, if that was the same run."""
+    plan = work / "plan.json"
+    if plan.is_file() and json.loads(plan.read_text())["fingerprint"] != fingerprint:
+        if not config.overwrite:
+            raise UserError(
+                f"{config.folder} holds unfinished data of other texts or settings; finish that run, "
+                "choose another folder, or overwrite=true to drop it"
+            )
+        shutil.rmtree(work)
+    work.mkdir(parents=True, exist_ok=True)
+    write_json(plan, {"fingerprint": fingerprint})
+
+
+def the_tokenizer(config: DataConfig, work: Path) -> Tokenizer:
+    """The given tokenizer, or one trained on these texts; a copy goes with the data."""
+    folder = work / "tokenizer"
+    if not folder.is_dir():
+        if config.tokenizer.folder is not None:
+            tokenizer = load_tokenizer(config.tokenizer.folder)
+        else:
+            from plume.text import train_tokenizer
+
+            tokenizer = train_tokenizer(config.tokenizer, training_texts(config))
+        half = work / ".tokenizer"
+        shutil.rmtree(half, ignore_errors=True)
+        tokenizer.save(half)
+        half.rename(folder)
+    return load_tokenizer(folder)
+
+
+def training_texts(config: DataConfig) -> Iterator[str]:
+    for document in read_documents(config):
+        yield document.text
+        if document.target is not None:
+            yield document.target
+
+
+def is_done(work: Path, piece: Piece) -> bool:
+    return (work / f"{piece.number:05}.json").is_file()

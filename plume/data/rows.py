@@ -1,0 +1,190 @@
+"""Rows of any table as dictionaries with line numbers: .jsonl, .json, .csv, .tsv, .parquet, plain, .gz or .zst."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from plume.config import UserError
+
+Row = dict[str, Any]
+LONGEST_LINE = 64 << 20  # bytes; a longer record is skipped, so that memory stays bounded
+COMPRESSED = (".gz", ".zst")
+TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+
+@dataclass
+class Tally:
+    """What was left out: how many for each reason, and where the first of them stood."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, where: str) -> None:
+        self.counts[reason] += 1
+        self.first.setdefault(reason, where)
+
+    def merge(self, other: Tally) -> None:
+        self.counts += other.counts
+        for reason, where in other.first.items():
+            self.first.setdefault(reason, where)
+
+    def plain(self) -> dict[str, dict[str, Any]]:
+        return {reason: {"count": n, "first": self.first[reason]} for reason, n in self.counts.most_common()}
+
+    @classmethod
+    def of(cls, plain: dict[str, dict[str, Any]]) -> Tally:
+        return cls(Counter({r: v["count"] for r, v in plain.items()}), {r: v["first"] for r, v in plain.items()})
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that says how to read it, below any compression: `.jsonl` for `a.jsonl.gz`."""
+    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+    return inner.suffix.lower()
+
+
+def open_bytes(path: Path) -> BinaryIO:
+    """The bytes of a file, decompressed on the way; it seeks forward whatever the compression."""
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        import gzip
+
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    if suffix == ".zst":
+        import zstandard
+
+        raw = path.open("rb")
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=True))
+    return path.open("rb")
+
+
+def read_rows(
+    path: Path | str, *, columns: Sequence[str] | None = None, tally: Tally | None = None
+) -> Iterator[tuple[int, Row]]:
+    """(line or row number from 1, row) of a table, kind by suffix; `columns` names them where no header does.
+
+    With a tally a broken row is counted and left out; without one it is a UserError.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    kind = suffix_of(path)
+    if kind == ".parquet":
+        yield from enumerate(parquet_rows(path), 1)
+        return
+    with open_bytes(path) as stream:
+        if kind in (".jsonl", ".ndjson"):
+            lines = ((number, line, f"{path} line {number}") for number, line in enumerate(stream, 1))
+            for number, line, where in lines:
+                if (row := parse_line(line, where, tally)) is not None:
+                    yield number, row
+        elif kind == ".json":
+            yield from enumerate(json_rows(stream, path, tally), 1)
+        elif kind in (".csv", ".tsv"):
+            yield from csv_rows(stream, path, tab=kind == ".tsv", columns=columns, tally=tally)
+        else:
+            raise UserError(
+                f"{path}: no rows can be read from {kind or 'a file without a suffix'}; {', '.join(TABLES)} work"
+            )
+
+
+def reject(reason: str, where: str, tally: Tally | None) -> None:
+    if tally is None:
+        raise UserError(f"{where}: {reason}")
+    tally.add(reason, where)
+
+
+def parse_line(line: bytes, where: str, tally: Tally | None) -> Row | None:
+    """One line of JSON as a row; a bare string becomes the field `text`; blank lines are nothing."""
+    if not line.strip():
+        return None
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        reject("not UTF-8", where, tally)
+        return None
+    except (json.JSONDecodeError, RecursionError):
+        reject("not JSON", where, tally)
+        return None
+    return as_row(value, where, tally)
+
+
+def as_row(value: Any, where: str, tally: Tally | None) -> Row | None:
+    if isinstance(value, str):
+        return {"text": value}
+    if not isinstance(value, dict):
+        reject("neither an object nor a string", where, tally)
+        return None
+    return value
+
+
+def json_rows(stream: BinaryIO, path: Path, tally: Tally | None) -> Iterator[Row]:
+    """Elements of one JSON list, or objects one after the other, without holding the whole file."""
+    decoder = json.JSONDecoder()
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape")
+    buffer, place, number, more = "", 0, 0, True
+    while True:
+        while place < len(buffer) and buffer[place] in "[], \t\r\n":
+            place += 1
+        try:
+            value, place = decoder.raw_decode(buffer, place)
+        except json.JSONDecodeError:
+            if not more or len(buffer) - place > LONGEST_LINE:
+                if buffer[place:].strip():
+                    reject("not JSON from here on", f"{path} element {number + 1}", tally)
+                return
+            chunk = text.read(max(1 << 20, len(buffer) - place))  # doubling keeps a giant element linear
+            buffer, place, more = buffer[place:] + chunk, 0, bool(chunk)
+            continue
+        number += 1
+        where = f"{path} element {number}"
+        if (row := as_row(value, where, tally)) is not None and readable(row.values(), where, tally):
+            yield row
+
+
+def readable(cells: Iterable[Any], where: str, tally: Tally | None) -> bool:
+    """Whether no cell holds bytes that were not UTF-8 (surrogateescape keeps them apart from real text)."""
+    for cell in cells:
+        if isinstance(cell, str) and not cell.isascii() and any("\udc80" <= c <= "\udcff" for c in cell):
+            reject("not UTF-8", where, tally)
+            return False
+    return True
+
+
+def csv_rows(
+    stream: BinaryIO, path: Path, *, tab: bool, columns: Sequence[str] | None, tally: Tally | None
+) -> Iterator[tuple[int, Row]]:
+    csv.field_size_limit(LONGEST_LINE)
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+    quoting: Any = csv.QUOTE_NONE if tab else csv.QUOTE_MINIMAL
+    reader = csv.reader(text, delimiter="\t" if tab else ",", quoting=quoting)
+    try:
+        names = list(columns) if columns is not None else next(reader, [])
+        for cells in reader:
+            where = f"{path} line {reader.line_num}"
+            if not cells:
+                continue
+            if len(cells) != len(names):
+                reject(f"not the {len(names)} columns of the header", where, tally)
+            elif readable(cells, where, tally):
+                yield reader.line_num, dict(zip(names, cells, strict=True))
+    except csv.Error as error:
+        reject(f"not CSV ({error})", f"{path} line {reader.line_num}", tally)
+
+
+def parquet_rows(path: Path, groups: Sequence[int] | None = None) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256, row_groups=groups):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise UserError(f"{path} is not a parquet file: {error}") from None
