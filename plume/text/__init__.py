@@ -2,5 +2,6 @@
 
 from plume.text.folder import load_tokenizer
 from plume.text.tokenizer import Piece, Tokenizer
+from plume.text.training import train_command, train_tokenizer
 
-__all__ = ["Piece", "Tokenizer", "load_tokenizer"]
+__all__ = ["Piece", "Tokenizer", "load_tokenizer", "train_command", "train_tokenizer"]

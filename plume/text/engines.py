@@ -150,7 +150,7 @@ class Bytes:
 
     def __init__(self, d: Definition) -> None:
         ids = d.ids()
-        self.table = np.array([ids[letter] for letter in BYTE_LETTERS], dtype=np.int32)
+        self.table: Ids = np.array([ids[letter] for letter in BYTE_LETTERS], dtype=np.int32)
 
     def encode(self, text: str) -> list[int]:
         return [int(i) for i in self._ids(text)]
@@ -166,7 +166,7 @@ class Characters:
     """One id per character; those not in the vocabulary are unknown."""
 
     def __init__(self, d: Definition) -> None:
-        self.table = np.full(0x110000, d.roles["unknown"], dtype=np.int32)
+        self.table: Ids = np.full(0x110000, d.roles["unknown"], dtype=np.int32)
         for i, token in enumerate(d.tokens):
             if i not in d.added:
                 self.table[ord(token)] = i
@@ -178,7 +178,8 @@ class Characters:
         return [self._ids(text) for text in texts]
 
     def _ids(self, text: str) -> Ids:
-        return self.table[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
+        ids: Ids = self.table[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
+        return ids
 
 
 class Library:

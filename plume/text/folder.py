@@ -40,7 +40,9 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
     """The tokenizer of a folder that holds tokenizer.json, vocab.json and merges.txt, or vocab.txt."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"there is no tokenizer folder {folder}; make one with: plume tokenizer train FILES --out {folder}")
+        raise UserError(
+            f"there is no tokenizer folder {folder}; make one with: plume tokenizer train FILES --out {folder}"
+        )
     config = _read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     if (folder / "tokenizer.json").exists():
         return Tokenizer(_from_tokenizer_json(folder, config))
@@ -48,9 +50,7 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
         return Tokenizer(_from_vocab_and_merges(folder, config))
     if (folder / "vocab.txt").exists():
         return Tokenizer(_from_vocab_txt(folder, config))
-    raise UserError(
-        f"{folder} holds no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt, or vocab.txt"
-    )
+    raise UserError(f"{folder} holds no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt, or vocab.txt")
 
 
 def save_tokenizer(d: Definition, folder: Path) -> None:
@@ -66,7 +66,11 @@ def save_tokenizer(d: Definition, folder: Path) -> None:
         **roles,
     }
     if d.kind == "wordpiece":
-        config |= {"do_lower_case": d.lowercase, "strip_accents": d.strip_accents, "tokenize_chinese_chars": d.split_cjk}
+        config |= {
+            "do_lower_case": d.lowercase,
+            "strip_accents": d.strip_accents,
+            "tokenize_chinese_chars": d.split_cjk,
+        }
     if d.words is not None:
         config[WORDS_FIELD] = d.words
     files = {
@@ -101,9 +105,7 @@ def _from_vocab_and_merges(folder: Path, config: Mapping[str, Any]) -> Definitio
     tokens = _by_id(path, _read_object(path))
     merges = _read_merges(folder / "merges.txt", set(tokens))
     if any(token.endswith(WORD_END) for token in tokens):
-        d = Definition(
-            kind="gpt1-bpe", tokens=tokens, merges=merges, lowercase=True, words=_words(config)
-        )
+        d = Definition(kind="gpt1-bpe", tokens=tokens, merges=merges, lowercase=True, words=_words(config))
     elif set(BYTE_LETTERS) <= set(tokens):
         d = Definition(kind="byte-bpe", tokens=tokens, merges=merges)
     else:
@@ -118,7 +120,9 @@ def _from_vocab_txt(folder: Path, config: Mapping[str, Any]) -> Definition:
     path = folder / "vocab.txt"
     tokens = tuple(line for line in _read(path).removesuffix("\n").split("\n"))
     if "[UNK]" not in tokens or not any(token.startswith(CONTINUES) for token in tokens):
-        raise UserError(f"{path} is not a WordPiece vocabulary: it has no [UNK], or no token that starts with {CONTINUES}")
+        raise UserError(
+            f"{path} is not a WordPiece vocabulary: it has no [UNK], or no token that starts with {CONTINUES}"
+        )
     if len(set(tokens)) != len(tokens):
         raise UserError(f"{path} has a token twice: {next(t for t in tokens if tokens.count(t) > 1)!r}")
     # BERT's files do not say whether they are cased, but an uncased vocabulary has no capital letter
@@ -165,9 +169,9 @@ def _roles(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | None:
 def _words(config: Mapping[str, Any]) -> Words:
     """What cuts GPT-1's text into words: as the folder says, else as the original did if that can be done here."""
     said = config.get(WORDS_FIELD)
-    if said in ("spacy", "basic"):
-        return said  # type: ignore[return-value]
-    return "spacy" if spacy_installed() else "basic"
+    if said == "basic" or (said != "spacy" and not spacy_installed()):
+        return "basic"
+    return "spacy"
 
 
 def _by_id(path: Path, ids: Mapping[str, Any]) -> tuple[str, ...]:

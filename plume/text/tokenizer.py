@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -211,7 +212,9 @@ class Tokenizer:
 
     def _checked_id(self, id: int) -> int:
         if not 0 <= id < self.vocab_size:
-            raise UserError(f"id {id} is outside the vocabulary of {self.vocab_size} tokens (0 to {self.vocab_size - 1})")
+            raise UserError(
+                f"id {id} is outside the vocabulary of {self.vocab_size} tokens (0 to {self.vocab_size - 1})"
+            )
         return int(id)
 
     # -- pieces and words
@@ -260,7 +263,7 @@ class Tokenizer:
         return {pair: rank for rank, pair in enumerate(self.definition.merges)}
 
     def _best_merge(self, symbols: list[str]) -> tuple[str, str] | None:
-        pairs = [pair for pair in zip(symbols, symbols[1:], strict=False) if pair in self._ranks]
+        pairs = [pair for pair in pairwise(symbols) if pair in self._ranks]
         return min(pairs, key=self._ranks.__getitem__, default=None)
 
     def _readable_symbol(self, symbol: str) -> str:

@@ -1,0 +1,184 @@
+"""Training a tokenizer: count the words, learn the merges, lay out the vocabulary."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from plume.config import TokenizerConfig, UserError
+from plume.text import gpt1
+from plume.text.counting import BLOCK_CHARACTERS, count_words
+from plume.text.definition import BYTE_LETTERS, CONTINUES, LONGEST_WORD, WORD_END, Definition, Layout, Words, define
+from plume.text.engines import backend_for, check_text, cut
+from plume.text.tokenizer import Tokenizer
+
+OWN_SPECIALS: dict[str, Layout] = {
+    "byte-bpe": "gpt2",
+    "gpt1-bpe": "gpt1",
+    "wordpiece": "bert",
+    "characters": "gpt2",
+    "bytes": "gpt2",
+}
+PLACED = 1 << 21  # above every code point: marks a letter that GPT-1 or WordPiece spells by its place in the word
+LETTERS_SHARE = 0.75  # of the vocabulary at most, where letters are learned; the rest is for longer pieces
+
+
+def train_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
+    """A tokenizer of the configured kind from any number of texts; they pass by once and are not kept."""
+    if config.kind == "bytes":
+        return Tokenizer(_define(config, BYTE_LETTERS))
+    frame = _define(config, [])
+    _check_room(config, frame)
+    counts = list(count_words(_checked(texts), _counter(frame), max_memory_mb=config.max_memory_mb))
+    if not counts:
+        raise UserError("there is no text to train a tokenizer on: every text is empty")
+    if config.kind == "characters":
+        return Tokenizer(_define(config, [letter for letter, _ in counts]))
+    if config.kind == "wordpiece":  # a longer word is unknown as a whole
+        counts = [(word, count) for word, count in counts if len(word) <= LONGEST_WORD]
+    tokens, merges = learn(config, counts, config.vocab_size - len(frame.tokens))
+    return Tokenizer(_define(config, tokens, merges))
+
+
+def train_command(files: Sequence[Path], out: Path, config: TokenizerConfig) -> Tokenizer:
+    """Train on text files and save; what `plume tokenizer train` runs."""
+    if not files:
+        raise UserError("no files to train on; give at least one text file")
+    if missing := [str(file) for file in files if not file.is_file()]:
+        raise UserError(f"there is no file {', '.join(missing)}")
+    tokenizer = train_tokenizer(config, chain.from_iterable(read_blocks(file) for file in files))
+    tokenizer.save(out)
+    return tokenizer
+
+
+def read_blocks(file: Path) -> Iterator[str]:
+    """A text file in parts that are tokenized as the whole would be."""
+    rest = ""
+    try:
+        with file.open(encoding="utf-8", newline="") as opened:
+            while block := opened.read(BLOCK_CHARACTERS):
+                *parts, rest = cut(rest + block, BLOCK_CHARACTERS // 4)
+                yield from parts
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not UTF-8 text: {error.reason}") from None
+    if rest:
+        yield rest
+
+
+def _define(config: TokenizerConfig, body: Iterable[str], merges: Iterable[tuple[str, str]] = ()) -> Definition:
+    layout = OWN_SPECIALS[config.kind] if config.specials is None else config.specials
+    d = define(config.kind, body, () if config.kind == "wordpiece" else merges, layout)
+    if config.kind == "wordpiece":
+        return replace(d, lowercase=config.lowercase)
+    if config.kind == "gpt1-bpe":
+        here: Words = "spacy" if gpt1.spacy_installed() else "basic"
+        return replace(d, lowercase=True, words=here if config.words == "auto" else config.words)
+    return d
+
+
+def _check_room(config: TokenizerConfig, frame: Definition) -> None:
+    least = len(frame.tokens) + {"byte-bpe": len(BYTE_LETTERS), "characters": 0}.get(config.kind, 2)
+    if config.kind != "characters" and config.vocab_size < least:
+        raise UserError(
+            f"vocab_size={config.vocab_size} is too small for {config.kind}, "
+            f"whose letters and special tokens need at least {least}; 4096 would do"
+        )
+
+
+def _checked(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        check_text(text)
+        yield text
+
+
+def _counter(frame: Definition) -> Callable[[list[str]], Mapping[str, int]]:
+    """What counts the words of some texts as the finished tokenizer will cut them."""
+    if frame.kind == "characters":
+        return lambda texts: Counter(chain.from_iterable(texts))
+    if frame.words == "spacy":
+        return lambda texts: Counter(chain.from_iterable(map(gpt1.words, texts)))
+    from tokenizers import Tokenizer as Backend
+    from tokenizers.models import WordLevel
+    from tokenizers.trainers import WordLevelTrainer
+
+    cutter = backend_for(frame)
+
+    def count(texts: list[str]) -> Mapping[str, int]:
+        # the trainer of whole words counts them on all cores; its state, as pickled, has the counts
+        counting, trainer = Backend(WordLevel()), WordLevelTrainer(vocab_size=0, show_progress=False)
+        counting.normalizer, counting.pre_tokenizer = cutter.normalizer, cutter.pre_tokenizer
+        counting.train_from_iterator((part for text in texts for part in cut(text, BLOCK_CHARACTERS)), trainer)
+        words: dict[str, int] = json.loads(trainer.__getstate__())["WordLevelTrainer"]["words"]
+        return words
+
+    return count
+
+
+def learn(
+    config: TokenizerConfig, counts: Sequence[tuple[str, int]], room: int
+) -> tuple[list[str], list[tuple[str, str]]]:
+    """At most `room` tokens for words with these counts, letters first, and the merges that make the longer ones."""
+    from plume.text.merging import BETWEEN, learn_merges  # compiles when first used
+
+    text = "".join(word + "\0" for word, _ in counts).encode("utf-32-le")
+    codes = np.frombuffer(text, dtype="<u4").astype(np.int64)  # the letters of the words, a zero after each word
+    seen = np.array([count for _, count in counts], dtype=np.int64)
+    weights = np.repeat(seen, [len(word) + 1 for word, _ in counts])
+    codes[_placed(config, codes)] |= PLACED
+    alphabet = _alphabet(config, codes, weights, int(room * LETTERS_SHARE))
+    nearest = np.searchsorted(alphabet, codes).clip(max=len(alphabet) - 1)
+    learned = learn_merges(
+        np.where(alphabet[nearest] == codes, nearest, BETWEEN).astype(np.int32),
+        weights,
+        alphabet=len(alphabet),
+        most=room - len(alphabet),
+        least_count=config.min_count,
+        likelihood=config.kind == "wordpiece" and config.score == "likelihood",
+    )
+    tokens = [_spelled(config, int(code)) for code in alphabet]
+    merges: list[tuple[str, str]] = []
+    for left, right in learned:
+        merges.append((tokens[left], tokens[right]))
+        inner = tokens[right].removeprefix(CONTINUES) if config.kind == "wordpiece" else tokens[right]
+        tokens.append(tokens[left] + inner)
+    return tokens, merges
+
+
+def _placed(config: TokenizerConfig, codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which letters are spelled by their place: after the first in WordPiece, the last in GPT-1."""
+    ends: npt.NDArray[np.bool_] = codes == 0
+    if config.kind == "byte-bpe":
+        return np.zeros_like(ends)
+    if config.kind == "gpt1-bpe":
+        return np.asarray(np.append(ends[1:], False) & ~ends)
+    return np.asarray(~(np.append(True, ends[:-1]) | ends))
+
+
+def _alphabet(
+    config: TokenizerConfig, codes: npt.NDArray[np.int64], weights: npt.NDArray[np.int64], most: int
+) -> npt.NDArray[np.int64]:
+    """The letters that get a token, sorted: all bytes, or else the most frequent, each bare and as it is placed."""
+    if config.kind == "byte-bpe":
+        return np.array(sorted(ord(letter) for letter in BYTE_LETTERS))
+    letters, which = np.unique(codes & ~PLACED, return_inverse=True)
+    seen = np.zeros(len(letters), dtype=np.int64)
+    np.add.at(seen, which, weights)
+    placed = np.isin(letters | PLACED, codes)
+    order = np.lexsort((letters, -seen))  # the most frequent first
+    order = order[(letters[order] > 0) & (seen[order] >= config.min_count)]
+    fits = order[np.cumsum(1 + placed[order]) <= max(most, 2)]
+    return np.sort(np.concatenate([letters[fits], letters[fits][placed[fits]] | PLACED]))
+
+
+def _spelled(config: TokenizerConfig, code: int) -> str:
+    letter = chr(code & ~PLACED)
+    if code < PLACED:
+        return letter
+    return CONTINUES + letter if config.kind == "wordpiece" else letter + WORD_END
