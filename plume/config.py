@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -375,6 +376,59 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """What pretraining asks of the model."""
+
+    name: Literal["language-model", "masked", "masked-next-sentence", "sequence-to-sequence"] = "language-model"
+    length: int | None = None  # tokens of a sequence; unset means the model's context
+    short_length: int | None = None  # of the first steps, as BERT's 128; unset means all are alike
+    short_share: float = 0.9  # of the steps that are short
+    isolate: bool = False  # packed documents do not see each other
+    mask_share: float = 0.15  # of the tokens
+    mask_most: int | None = None  # masked places in a sequence; unset means the share of the length
+    mask_copies: int | None = None  # fixed masked versions of a text (BERT: 10); unset means new masks in each pass
+    whole_words: bool = False  # mask whole words
+
+    def __post_init__(self) -> None:
+        for name in ("length", "short_length"):
+            if (value := getattr(self, name)) is not None and value < 2:
+                raise UserError(f"{name}={value} must be at least 2, for example 128")
+        if not 0.0 < self.short_share <= 1.0:
+            raise UserError(f"short_share={self.short_share} must be above 0 and at most 1, for example 0.9")
+        if not 0.0 < self.mask_share < 1.0:
+            raise UserError(f"mask_share={self.mask_share} must lie between 0 and 1, for example 0.15")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """From texts to a pretrained model, all in one run folder."""
+
+    folder: Path  # of the run: model/, checkpoints/, metrics.jsonl, loss.png
+    model: ModelConfig  # vocab_size follows the tokenizer
+    train: TrainConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    data: DataConfig = DataConfig(paths=("python:stdlib",), folder=Path("data/stdlib"))
+    prepared: Path | None = None  # a folder that `plume prepare` has filled; then [data] is not looked at
+    resume: bool = False  # go on from the newest whole checkpoint
+    overwrite: bool = False  # replace what is in the run folder
+
+    def __post_init__(self) -> None:
+        length = self.model.context if self.objective.length is None else self.objective.length
+        if length > self.model.context:
+            raise UserError(f"objective.length={length} is longer than model.context={self.model.context}")
+        masked, two_stacks = self.objective.name.startswith("masked"), self.model.decoder_layers > 0
+        if masked == (self.model.causal or two_stacks):
+            fits = "language-model" if self.model.causal else "masked"
+            fits = "sequence-to-sequence" if two_stacks else fits
+            raise UserError(f"objective.name={self.objective.name!r} does not fit this model; {fits!r} does")
+        if two_stacks != (self.objective.name == "sequence-to-sequence"):
+            raise UserError(
+                f"objective.name={self.objective.name!r} with decoder_layers={self.model.decoder_layers}: "
+                "sequence-to-sequence needs a decoder beside the encoder, and nothing else does"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """Labelled rows: where they are, what their columns mean, and what the task is."""
 
@@ -490,6 +544,108 @@ class FinetuneConfig:
             problems.append(f"temperature={self.temperature} must be above 0, for example 0.05")
         if problems:
             raise UserError("; ".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How the next token is chosen, and when to stop."""
+
+    max_new_tokens: int | None = 100  # unset means up to the end of the context
+    min_new_tokens: int = 0  # no end and no stop before this many
+    temperature: float = 1.0  # 0 always takes the likeliest token
+    top_k: int | None = 40  # only the k likeliest tokens; unset means all
+    top_p: float | None = None  # only the likeliest tokens that together have this probability
+    top_p_rule: Literal["usual", "openai"] = "usual"  # openai: GPT-2's own code, which keeps one token fewer
+    min_p: float | None = None  # only tokens at least this likely, relative to the likeliest
+    typical_p: float | None = None  # only the tokens nearest to the expected surprise, up to this probability
+    repetition_penalty: float = 1.0  # above 1 makes every token seen so far less likely
+    presence_penalty: float = 0.0  # taken off the score of every token written so far
+    frequency_penalty: float = 0.0  # taken off once for each time a token was written
+    no_repeat_ngram: int = 0  # no sequence of this many tokens comes twice; 0 allows all
+    logit_bias: dict[int, float] = field(default_factory=dict)  # added to the scores of these ids
+    stop: tuple[str, ...] = ()  # texts that end the answer; they are not part of it
+    stop_tokens: tuple[int, ...] = ()  # ids that end the answer, beside the end token
+    ignore_end: bool = False  # write on when the end token comes
+    n: int = 1  # samples of each prompt
+    best_of: int | None = None  # draw this many and keep the n with the highest mean log-probability
+    beams: int = 1  # more than one searches for the likeliest text instead of sampling
+    length_penalty: float = 1.0  # beam search divides by length to this power
+    seed: int | None = None  # unset draws a fresh one, which the result names
+    logprobs: int | None = None  # report log-probabilities, with this many alternatives
+    overflow: Literal["refuse", "truncate", "slide"] = "refuse"  # a prompt past the context: error, cut, or move on
+    heal: bool = False  # let the first token complete a word that the prompt's end has cut
+    speculate: Literal["off", "lookup", "draft"] = "off"  # guess ahead from the text so far, or with a smaller model
+    speculate_tokens: int = 6  # how many tokens are guessed at once
+
+    def __post_init__(self) -> None:
+        problems = [sentence for wrong, sentence in self._checks() if wrong]
+        if problems:
+            raise UserError("; ".join(problems))
+
+    def _checks(self) -> Iterator[tuple[bool, str]]:
+        limit, t = self.max_new_tokens, self.temperature
+        yield limit is not None and limit < 1, f"max_new_tokens={limit} must be at least 1, or unset"
+        yield self.min_new_tokens < 0, f"min_new_tokens={self.min_new_tokens} cannot be negative; 0 turns it off"
+        yield not 0 <= t < math.inf, f"temperature={t} must be 0 (the likeliest token) or more, for example 0.8"
+        yield self.top_k is not None and self.top_k < 1, f"top_k={self.top_k} must be at least 1, or unset for all"
+        for name in ("top_p", "min_p", "typical_p"):
+            value = getattr(self, name)
+            yield value is not None and not 0 < value <= 1, f"{name}={value} must be above 0 and at most 1, e.g. 0.9"
+        yield self.repetition_penalty <= 0, f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is off"
+        yield self.no_repeat_ngram < 0, f"no_repeat_ngram={self.no_repeat_ngram} cannot be negative; 0 is off"
+        yield "" in self.stop, "stop has a text of zero length, which would end every answer; leave it out"
+        yield self.n < 1, f"n={self.n} must be at least 1"
+        yield self.best_of is not None and self.best_of < self.n, f"best_of={self.best_of} must be at least n={self.n}"
+        yield self.beams < 1, f"beams={self.beams} must be at least 1"
+        yield self.beams > 1 and self.n > self.beams, f"n={self.n} texts cannot come out of beams={self.beams}"
+        yield self.seed is not None and self.seed < 0, f"seed={self.seed} cannot be negative"
+        yield self.logprobs is not None and self.logprobs < 0, f"logprobs={self.logprobs} cannot be negative"
+        yield self.speculate_tokens < 1, f"speculate_tokens={self.speculate_tokens} must be at least 1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What runs a model."""
+
+    engine: Literal["auto", "cpu", "torch"] = "auto"  # auto: the compiled CPU engine, or torch where there is a GPU
+    precision: Literal["float32", "int8", "bfloat16", "float16"] = "float32"  # of the weights; int8 needs the CPU engine
+    device: str | None = None  # for torch; unset means the first GPU, or else the CPU
+    threads: int | None = None  # unset means all cores
+    slots: int = 8  # sequences that are kept and advanced together
+    compile: bool = False  # let torch compile the model
+    draft: Path | None = None  # folder of a smaller model with the same tokenizer, for speculate=draft
+
+    def __post_init__(self) -> None:
+        if self.threads is not None and self.threads < 1:
+            raise UserError(f"threads={self.threads} must be at least 1, or unset for all cores")
+        if self.slots < 1:
+            raise UserError(f"slots={self.slots} must be at least 1, for example 8")
+        if self.engine == "torch" and self.precision == "int8":
+            raise UserError("precision=int8 needs engine=cpu; torch has float32, bfloat16 and float16")
+        if self.engine == "cpu" and self.precision in ("bfloat16", "float16"):
+            raise UserError(f"precision={self.precision} needs engine=torch; the CPU engine has float32 and int8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskingConfig:
+    """Which places are masked and what is put there."""
+
+    share: float = 0.15
+    most: int | None = None  # places in one row; unset means the share of its full length
+    masked: float = 0.8  # become the mask token
+    random: float = 0.1  # become any token; the rest stays as it is
+    whole_words: bool = False
+    copies: int | None = (
+        None  # so many fixed versions of each text, in turn (BERT: 10); unset means a new one each pass
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise UserError(f"share={self.share} must lie between 0 and 1, for example 0.15")
+        if self.masked < 0 or self.random < 0 or self.masked + self.random > 1:
+            raise UserError(f"masked={self.masked} and random={self.random} must be shares of 1, such as 0.8 and 0.1")
+        if self.copies is not None and self.copies < 1:
+            raise UserError(f"copies={self.copies} must be at least 1, for example 10; unset masks anew each pass")
 
 
 T = TypeVar("T")
