@@ -43,6 +43,9 @@ class ShardMaker:
         with ShardWriter(self.work, name, self.dtype) as writer:
             for group in self.groups(piece, tally, counts):
                 for document, *sides in zip(group, *self.encode(group), strict=True):
+                    if not all(map(len, sides)):
+                        tally.add("no tokens", document.where)
+                        continue
                     for ids in sides:
                         writer.begin()
                         writer.write(ids)

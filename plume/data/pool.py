@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -130,10 +131,18 @@ def on_ray(config: DataConfig, work: Path, pieces: list[Piece]) -> Iterator[Resu
         import ray
     except ImportError:
         raise UserError("on=ray needs the package ray: pip install 'plume-lm[cluster]'") from None
-    rows = ray.data.from_items([{"piece": pickle.dumps(p.plain())} for p in pieces], override_num_blocks=len(pieces))
-    made = rows.map(OnRay, fn_constructor_args=(config, work.resolve()), concurrency=(1, len(pieces)))
-    for row in made.iter_rows():
+    plain = [{"piece": pickle.dumps(everywhere(p).plain())} for p in pieces]
+    rows = ray.data.from_items(plain, override_num_blocks=len(plain))
+    maker: Any = OnRay  # Ray's types know functions alone
+    for row in rows.map(maker, fn_constructor_args=(config, work.resolve()), concurrency=(1, len(plain))).iter_rows():
         yield pickle.loads(row["result"])
+
+
+def everywhere(piece: Piece) -> Piece:
+    """The piece with paths that do not depend on the folder a worker starts in."""
+    parts = [p if p.path.startswith("hub:") else replace(p, path=os.path.abspath(p.path)) for p in piece.parts]
+    aligned = [p if p.target is None else replace(p, target=os.path.abspath(p.target)) for p in parts]
+    return replace(piece, parts=tuple(aligned))
 
 
 class OnRay:

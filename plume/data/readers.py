@@ -42,8 +42,8 @@ def read_piece(piece: Piece, config: DataConfig, tally: Tally) -> Iterator[Docum
     for part in piece.parts:
         try:
             for document in read_part(part, config, tally):
-                if not document.text.strip() or (document.target is not None and not document.target.strip()):
-                    tally.add("empty", document.where)
+                if (fault := unusable(document)) is not None:
+                    tally.add(fault, document.where)
                 else:
                     yield document
         except (EOFError, zlib.error, zstd_error()):
@@ -52,6 +52,23 @@ def read_piece(piece: Piece, config: DataConfig, tally: Tally) -> Iterator[Docum
             if error.errno is not None:  # the machine's trouble; without a number it is gzip that complains
                 raise
             tally.add("damaged compression", part.path)
+
+
+def unusable(document: Document) -> str | None:
+    for text in (document.text, "-" if document.target is None else document.target):
+        if not text.strip():
+            return "empty"
+        if not text.isascii() and not encodable(text):
+            return "half characters (lone surrogates)"
+    return None
+
+
+def encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def zstd_error() -> type[Exception]:
