@@ -83,7 +83,7 @@ def _learn(
     places: Records, known: Records, alphabet: Int, most: Int, least_count: Int, likelihood: bool
 ) -> npt.NDArray[np.int32]:
     numbers = Dict.empty(numba.int64, numba.int64)  # of pairs, by their two symbols
-    pairs = np.zeros(2 * ROOM, PAIR_TYPE)
+    pairs: Records = np.zeros(2 * ROOM, PAIR_TYPE)
     heap: list[tuple[float, Int, Int, Int]] = [(0.0, 0, 0, 0) for _ in range(0)]  # empty, but numba sees what it holds
     merges = np.empty((most, 2), np.int32)
     changed = np.arange(len(places))
@@ -92,8 +92,7 @@ def _learn(
         for start in range(0, len(changed), ROOM):
             if len(numbers) + ROOM > len(pairs):
                 pairs = np.concatenate((pairs, np.zeros(len(pairs), PAIR_TYPE)))
-            for place in changed[start : start + ROOM]:
-                touched.append(_link(places, pairs, known, numbers, place))
+            touched += [_link(places, pairs, known, numbers, place) for place in changed[start : start + ROOM]]
         if likelihood and made > 0:
             for part in merges[made - 1]:  # it became rarer, so its pairs count for more
                 _add_pairs_with(pairs, known, part, touched)
