@@ -1,0 +1,115 @@
+"""Metrics equal those of scikit-learn, scipy, seqeval, sacrebleu, rouge-score and SQuAD's rules."""
+
+import random
+import warnings
+
+import numpy as np
+import pytest
+import scipy.stats
+import sklearn.metrics
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plume.train import metrics
+
+TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
+
+
+@given(st.integers(2, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=60))
+def test_labels_equal_scikit_learn(count, pairs):
+    right, given_ = [a % count for a, _ in pairs], [b % count for _, b in pairs]
+    metric = metrics.Labels([str(i) for i in range(count)])
+    for a, b in zip(right, given_, strict=True):
+        metric.add(a, b)
+    found = metric.results()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert found["accuracy"] == pytest.approx(sklearn.metrics.accuracy_score(right, given_))
+        assert found["matthews"] == pytest.approx(sklearn.metrics.matthews_corrcoef(right, given_))
+        assert found["f1_macro"] == pytest.approx(
+            sklearn.metrics.f1_score(right, given_, average="macro", zero_division=0)
+        )
+        if count == 2:
+            assert found["f1"] == pytest.approx(sklearn.metrics.f1_score(right, given_, zero_division=0))
+            assert found["recall"] == pytest.approx(sklearn.metrics.recall_score(right, given_, zero_division=0))
+
+
+def test_numbers_equal_scipy():
+    draw = np.random.default_rng(0)
+    right = draw.integers(0, 6, 100).astype(float)  # with ties
+    given_ = right + draw.normal(size=100).round(1)
+    metric = metrics.Numbers()
+    for a, b in zip(right, given_, strict=True):
+        metric.add(a, b)
+    found = metric.results()
+    assert found["pearson"] == pytest.approx(scipy.stats.pearsonr(right, given_).statistic)
+    assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(right, given_).statistic)
+    assert found["mse"] == pytest.approx(sklearn.metrics.mean_squared_error(right, given_))
+
+
+@given(st.lists(st.lists(st.tuples(st.sampled_from(TAGS), st.sampled_from(TAGS)), min_size=1, max_size=8), min_size=1))
+def test_entities_equal_seqeval(sentences):
+    from seqeval.metrics import f1_score, precision_score, recall_score
+
+    right = [[a for a, _ in s] for s in sentences]
+    given_ = [[b for _, b in s] for s in sentences]
+    metric = metrics.Entities()
+    for a, b in zip(right, given_, strict=True):
+        metric.add(a, b)
+    found = metric.results()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert found["f1"] == pytest.approx(f1_score(right, given_))
+        assert found["precision"] == pytest.approx(precision_score(right, given_))
+        assert found["recall"] == pytest.approx(recall_score(right, given_))
+
+
+@given(st.lists(st.sampled_from(["O", "B-X", "I-X", "E-X", "S-X", "I-Y", "Z"]), max_size=8))
+def test_entities_of_other_schemes_are_seqevals(tags):
+    from seqeval.metrics.sequence_labeling import get_entities
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = get_entities(tags)
+    if "Z" in tags:  # a bare tag: seqeval takes its last letter for a prefix, we take it for a kind
+        return
+    assert list(metrics.entities(tags)) == expected
+
+
+def test_squad_rules():
+    metric = metrics.Answers()
+    metric.add(["the Denver Broncos", "Broncos"], "Denver Broncos!")
+    metric.add([], "")
+    metric.add(["Santa Clara, California"], "California")
+    found = metric.results()
+    assert found["exact_match"] == pytest.approx(2 / 3)
+    assert found["f1"] == pytest.approx((1 + 1 + 2 * 1 / (3 + 1)) / 3)
+
+
+def test_texts_equal_the_libraries():
+    import sacrebleu
+
+    right, given_ = ["the cat sat on the mat", "a dog runs"], ["the cat sat on a mat", "a dog runs away"]
+    metric = metrics.Texts()
+    for a, b in zip(right, given_, strict=True):
+        metric.add(a, b)
+    found = metric.results()
+    assert found["bleu"] == pytest.approx(sacrebleu.corpus_bleu(given_, [right]).score)
+    assert found["rouge1"] == pytest.approx(100 * (10 / 12 + 6 / 7) / 2)  # shared words of both sides
+
+
+@pytest.mark.parametrize("name", ["accuracy", "f1", "matthews"])
+def test_the_best_threshold_is_the_best_of_all(name):
+    draw = random.Random(1)
+    scores = [round(draw.random(), 2) for _ in range(60)]
+    right = [draw.random() < score**2 for score in scores]
+    judge = {
+        "accuracy": sklearn.metrics.accuracy_score,
+        "f1": sklearn.metrics.f1_score,
+        "matthews": sklearn.metrics.matthews_corrcoef,
+    }[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        best = max(judge(right, [s >= t / 1000 for s in scores]) for t in range(1001))
+        chosen = metrics.best_threshold(scores, right, name)
+        assert judge(right, [s >= chosen for s in scores]) == pytest.approx(best)
