@@ -51,6 +51,50 @@ def plan(
         show(planning.table(result, settings))
 
 
+@app.command
+def prepare(*words: Overrides) -> None:
+    """Texts to token shards.
+
+    `plume prepare TEXT... --folder FOLDER` reads files, folders, globs, python:stdlib or hub:NAME, with any field of
+    the data config as an option (--clean.duplicates near, --tokenizer.folder FOLDER); or `plume prepare RECIPE.toml`,
+    whose section [data] has the same fields. Run again after an interruption, it goes on where it was.
+    """
+    count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    recipe = Path(words[0]) if count == 1 and words[0].endswith(".toml") else None
+    table = {"paths": list(words[:count])} if recipe is None else config.read_recipe(recipe)
+    table = config.with_overrides(table.get("data", table), config.parse_overrides(words[count:]))
+    settings = config.build(config.DataConfig, table, origin="" if recipe is None else str(recipe))
+    from plume import data
+
+    show(data.show_report(data.prepare(settings).report))
+
+
+@tokenizer.command(name="train")
+def train_tokenizer(*words: Overrides) -> None:
+    """Train a tokenizer on text files: `plume tokenizer train FILE... --out FOLDER`.
+
+    Options: every field of the tokenizer config, such as --kind wordpiece, --vocab-size 8192, --specials roberta.
+    """
+    count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    overrides = config.parse_overrides(words[count:])
+    out = overrides.pop("out", None)
+    if out is None:
+        raise UserError("--out is missing: the folder to write the tokenizer to, for example --out tokenizer")
+    settings = config.build(config.TokenizerConfig, config.with_overrides({}, overrides))
+    from plume import text
+
+    trained = text.train_command([Path(word) for word in words[:count]], Path(out), settings)
+    show(f"{trained.kind} tokenizer with {trained.vocab_size} tokens in {out}")
+
+
+@tokenizer.command(name="inspect")
+def inspect_tokenizer(folder: Path, text: str) -> None:
+    """How a tokenizer cuts a text: pieces, ids, bytes, places."""
+    from plume.text import inspect_table, load_tokenizer
+
+    show(inspect_table(load_tokenizer(folder), text))
+
+
 def show(*things: Any) -> None:
     from rich.console import Console
 
