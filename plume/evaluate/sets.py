@@ -1,0 +1,309 @@
+"""How a row of each data set becomes items, as lm-evaluation-harness and the papers put it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from plume.config import UserError
+from plume.evaluate.items import Blank, Choice, Item, Judgement, LastWord, Question, Row, choice
+from plume.evaluate.protocols import Protocol
+from plume.evaluate.texts import plain_book
+
+LETTERS = "ABCDEFGH"
+
+
+# ---- the last word -----------------------------------------------------------------------------------------------
+
+
+def lambada(row: Row, protocol: Protocol) -> Iterator[LastWord]:
+    words = row.text("text").split(" ")
+    if len(words) < 2:
+        raise UserError(f"{row.where}: a text of one word has no last word to predict")
+    blank = " ____. ->" if protocol.cloze else ""
+    yield LastWord(where=row.where, context=" ".join(words[:-1]) + blank, word=" " + words[-1])
+
+
+def lambada_fill(row: Row, protocol: Protocol) -> Iterator[Blank]:
+    before, _, word = row.text("text").rpartition(" ")
+    yield Blank(where=row.where, before=before + " ", after=".", answer=word)
+
+
+# ---- choosing ----------------------------------------------------------------------------------------------------
+
+
+def own_choice(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    """The user's rows: a context, candidates, and the right one as a number, its letter or its text."""
+    options, answer = row.texts("choices", least=2), row["answer"]
+    if isinstance(answer, str) and answer in options:
+        gold = options.index(answer)
+    elif isinstance(answer, str) and len(answer) == 1 and answer in LETTERS:
+        gold = Row({"answer": LETTERS.index(answer)}, row.where).index("answer", len(options))
+    else:
+        gold = row.index("answer", len(options))
+    yield choice(row, row.text("context"), options, gold, between=str(row.get("between", " ")))
+
+
+def own_text(row: Row, protocol: Protocol) -> Iterator[LastWord]:
+    yield LastWord(where=row.where, context=row.text("context"), word=" " + row.text("target"))
+
+
+def own_blank(row: Row, protocol: Protocol) -> Iterator[Blank]:
+    before, found, after = row.text("text").partition("[MASK]")
+    if not found:
+        raise UserError(f"{row.where}: the text has no [MASK] to fill")
+    yield Blank(where=row.where, before=before, after=after, answer=row.text("answer"))
+
+
+def tidy_hellaswag(text: str) -> str:
+    text = re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". "))
+    return text.replace("  ", " ")
+
+
+def hellaswag(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    endings = [tidy_hellaswag(ending) for ending in row.texts("endings", least=2)]
+    context = f"{row.text('activity_label')}: {row.text('ctx_a')} {row.text('ctx_b').capitalize()}"
+    yield choice(row, tidy_hellaswag(context), endings, row.index("label", len(endings)))
+
+
+def piqa(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    goal, options = row.text("goal"), [row.text("sol1"), row.text("sol2")]
+    gold = row.index("label", 2)
+    if protocol.name == "harness":
+        yield choice(row, f"Question: {goal}\nAnswer:", options, gold)
+    else:
+        yield choice(row, goal, options, gold, between="\n")
+
+
+def lettered(row: Row) -> tuple[str, list[str], int]:
+    """ARC and OpenBookQA, in the hub's form or the original one: question, candidates, the right one."""
+    question: Any = row.get("question_stem", row.get("question"))
+    choices: Any = row.get("choices")
+    if isinstance(question, Mapping):  # the original files
+        question, choices = question.get("stem"), question.get("choices")
+    if isinstance(choices, Mapping):
+        texts, labels = list(choices.get("text", ())), list(choices.get("label", ()))
+    elif isinstance(choices, list):
+        texts, labels = [c.get("text") for c in choices], [c.get("label") for c in choices]
+    else:
+        texts, labels = [], []
+    if not isinstance(question, str) or not texts or len(texts) != len(labels):
+        raise UserError(f"{row.where}: a question with choices (text and label) is expected; there are {list(row)}")
+    return question, texts, Row({"answerKey": row.text("answerKey").strip()}, row.where).one_of("answerKey", labels)
+
+
+def arc(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    question, options, gold = lettered(row)
+    neutral = "Answer:" if protocol.unconditional else None
+    yield choice(row, f"Question: {question}\nAnswer:", options, gold, neutral=neutral)
+
+
+def openbookqa(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    question, options, gold = lettered(row)
+    neutral = "Answer:" if protocol.unconditional else None
+    yield choice(row, question, options, gold, neutral=neutral)
+
+
+def yes_or_no(value: Any) -> int:
+    return int(value) if not isinstance(value, str) else int(value.strip().lower() in ("1", "true", "yes"))
+
+
+def boolq(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    gold = yes_or_no(row["label"] if "label" in row else row["answer"])
+    passage, question = row.text("passage"), row.text("question")
+    words = ("Question", "Answer") if protocol.name == "harness" else ("question", "answer")
+    yield choice(row, f"{passage}\n{words[0]}: {question}?\n{words[1]}:", ["no", "yes"], gold)
+
+
+def copa(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    word = ("because", "therefore")[row.one_of("question", ("cause", "effect"))]
+    options = [row.text("choice1"), row.text("choice2")]
+    options = [" " + option[:1].lower() + option[1:] for option in options]
+    # the harness puts its own blank before one that is there already
+    between = " " if protocol.name == "harness" else ""
+    yield choice(row, f"{row.text('premise').strip()[:-1]} {word}", options, row.index("label", 2), between=between)
+
+
+def winogrande(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    before, gap, after = row.text("sentence").partition("_")
+    if not gap:
+        raise UserError(f"{row.where}: the sentence has no _ to put the options in")
+    options = [row.text("option1"), row.text("option2")]
+    yield partly(row, before, options, after.strip(), row.index("answer", 2, first=1))
+
+
+def partly(row: Row, before: str, options: list[str], after: str, gold: int) -> Choice:
+    """Partial scoring: how likely the rest is after each candidate."""
+    contexts = tuple(before + option for option in options)
+    rest = (" " + after,) * len(options)
+    return Choice(where=row.where, contexts=contexts, continuations=rest, names=contexts, gold=gold)
+
+
+def wholly(row: Row, before: str, options: list[str], after: str, gold: int) -> Choice:
+    """Full scoring: how likely the candidate and the rest are."""
+    texts = tuple(f"{before}{option} {after}" for option in options)
+    return Choice(where=row.where, contexts=("",) * len(options), continuations=texts, names=texts, gold=gold)
+
+
+OPENERS = ("A", "An", "The", "She", "He", "It", "They", "My", "His", "Her", "Their")
+
+
+def winograd_parts(row: Row) -> tuple[str, list[str], str, int]:
+    text, pronoun = row.text("text").replace("  ", " "), row.text("pronoun")
+    at = row.index("pronoun_loc", len(text))
+    options = row.texts("options", least=2)
+    if pronoun.lower() in ("my", "his", "her", "our", "their"):
+        options = [option + "'s" for option in options]
+    if text[at - 2] != ".":  # inside a sentence
+        options = [
+            option.replace(first, first.lower()) if (first := option.split()[0]) in OPENERS else option
+            for option in options
+        ]
+    return text[:at], options, text[at + len(pronoun) :].strip(), row.index("label", len(options))
+
+
+def winograd(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    yield partly(row, *winograd_parts(row))
+
+
+def winograd_full(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    yield wholly(row, *winograd_parts(row))
+
+
+def race(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    """Rows with one question, or with all questions of an article, of which the harness asks the last."""
+    article = row.text("article")
+    if "problems" in row:
+        problems = [Row(problem, row.where) for problem in ast.literal_eval(row.text("problems"))]
+    else:
+        problems = [Row({k: row[k] for k in ("question", "options", "answer")}, row.where)]
+    if protocol.name == "harness":
+        *earlier, last = problems
+        text = f"Article: {article}\n\n" + "".join(map(race_solved, earlier)) + last.text("question")
+        yield choice(last, text, last.texts("options", least=2), last.one_of("answer", LETTERS))
+        return
+    for n, problem in enumerate(problems):
+        solved = "".join(f"Q: {p.text('question')}\n\nA: {race_answer(p)}\n\n" for p in problems[:n])
+        text = f"Article:\n{article}\n\n{solved}Q: {problem.text('question')}\n\nA:"
+        neutral = "A:" if protocol.unconditional else None
+        options = problem.texts("options", least=2)
+        yield choice(problem, text, options, problem.one_of("answer", LETTERS[: len(options)]), neutral=neutral)
+
+
+def race_answer(problem: Row) -> str:
+    options = problem.texts("options")
+    return options[problem.one_of("answer", LETTERS[: len(options)])]
+
+
+def race_solved(problem: Row) -> str:
+    question, answer = problem.text("question"), race_answer(problem)
+    if question.endswith("  _  ."):
+        return f"{question[:-5]}{answer}\n"
+    return f"Question: {question}\nAnswer: {answer}\n"
+
+
+def story_cloze(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    hub = "input_sentence_1" in row
+    names = [f"input_sentence_{n}" if hub else f"InputSentence{n}" for n in (1, 2, 3, 4)]
+    ends = ("sentence_quiz1", "sentence_quiz2") if hub else ("RandomFifthSentenceQuiz1", "RandomFifthSentenceQuiz2")
+    gold = row.index("answer_right_ending" if hub else "AnswerRightEnding", 2, first=1)
+    yield choice(row, " ".join(map(row.text, names)), [row.text(name) for name in ends], gold)
+
+
+def childrens_book(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    """Each candidate with the rest of its sentence, after the twenty sentences before."""
+    options, answer = row.texts("options", least=2), row.text("answer")
+    story = plain_book(" ".join(row.texts("sentences")))
+    before, gap, after = row.text("question").partition("XXXXX")
+    if not gap or answer not in options:
+        what = "the question has no XXXXX" if not gap else f"the answer {answer!r} is not among the options"
+        raise UserError(f"{row.where}: {what}")
+    context = f"{story} {plain_book(before)}".rstrip()
+    yield choice(row, context, [plain_book(option + after) for option in options], options.index(answer))
+
+
+# ---- GLUE, as a prompt and by GPT-1's heuristics -----------------------------------------------------------------
+
+
+def sst2(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    text = f"{row.text('sentence')}\nQuestion: Is this sentence positive or negative?\nAnswer:"
+    yield choice(row, text, ["negative", "positive"], row.index("label", 2))
+
+
+def sst2_gpt1(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    yield choice(row, f"{row.text('sentence').strip()} very", ["negative", "positive"], row.index("label", 2))
+
+
+def entails(row: Row) -> int:
+    """0 for entailment, 1 for none, as a number or in words."""
+    if str(row["label"]) in ("0", "1"):
+        return int(row["label"])
+    return row.one_of("label", ("entailment", "not_entailment"))
+
+
+def rte(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    words = ("Question", "Answer") if protocol.name == "harness" else ("question", "answer")
+    text = f"{row.text('sentence1')}\n{words[0]}: {row.text('sentence2')} True or False?\n{words[1]}:"
+    yield choice(row, text, ["True", "False"], entails(row))
+
+
+def rte_gpt1(row: Row, protocol: Protocol) -> Iterator[Judgement]:
+    premise, hypothesis = row.text("sentence1"), " " + row.text("sentence2")
+    yield Judgement(where=row.where, context=premise, statement=hypothesis, good=entails(row) == 0)
+
+
+def cola(row: Row, protocol: Protocol) -> Iterator[Choice]:
+    text = f"{row.text('sentence')}\nQuestion: Does this sentence make sense?\nAnswer:"
+    yield choice(row, text, ["no", "yes"], row.index("label", 2))
+
+
+def cola_gpt1(row: Row, protocol: Protocol) -> Iterator[Judgement]:
+    good = row.index("label", 2) == 1
+    yield Judgement(where=row.where, context="", statement=row.text("sentence"), good=good)
+
+
+# ---- going on ----------------------------------------------------------------------------------------------------
+
+
+def translation(row: Row, protocol: Protocol) -> Iterator[Question]:
+    pair = row.get("translation", row)
+    languages = list(pair) if "translation" in row else ["source", "target"]
+    source, target = (Row(pair, row.where).text(name) for name in languages[:2])
+    yield Question(where=row.where, prompt=f"{source} =", answers=(target,), tokens=100)
+
+
+def summary(row: Row, protocol: Protocol) -> Iterator[Question]:
+    """GPT-2's: 100 tokens of top-k 2 after TL;DR:, of which the first three sentences count."""
+    prompt, highlights = f"{row.text('article')}\nTL;DR:", row.text("highlights")
+    yield Question(where=row.where, prompt=prompt, answers=(highlights,), stop=(), tokens=100, top_k=2)
+
+
+def open_question(row: Row, protocol: Protocol) -> Iterator[Question]:
+    answers = row["answer"] if "answer" in row else row["answers"]
+    if isinstance(answers, Mapping):  # TriviaQA
+        answers = [answers.get("value"), *answers.get("aliases", ())]
+    accepted = (answers,) if isinstance(answers, str) else tuple(dict.fromkeys(answers))
+    yield Question(where=row.where, prompt=f"Q: {row.text('question')}\nA:", answers=accepted)
+
+
+def squad(row: Row, protocol: Protocol) -> Iterator[Question]:
+    answers = row["answers"]
+    texts = tuple(dict.fromkeys(answers["text"] if isinstance(answers, Mapping) else [a["text"] for a in answers]))
+    title, context = str(row["title"]).replace("_", " "), row.text("context")
+    prompt = f"Title: {title}\n\nBackground: {context}\n\nQ: {row.text('question')}\n\nA:"
+    yield Question(where=row.where, prompt=prompt, answers=texts)
+
+
+def coqa(row: Row, protocol: Protocol) -> Iterator[Item]:
+    """Every turn of a conversation, the true answers standing before it."""
+    talk, questions, answers = row.text("story") + "\n\n", row["questions"], row["answers"]
+    asked = questions["input_text"] if isinstance(questions, Mapping) else [q["input_text"] for q in questions]
+    said = answers["input_text"] if isinstance(answers, Mapping) else [a["input_text"] for a in answers]
+    if len(asked) != len(said):
+        raise UserError(f"{row.where}: {len(asked)} questions have {len(said)} answers")
+    for question, answer in zip(asked, said, strict=True):
+        talk += f"Q: {question}\n\nA:"
+        yield Question(where=row.where, prompt=talk, answers=(answer,), stop=("\nQ:",))
+        talk += f" {answer}\n\n"
