@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 
 class UserError(ValueError):
@@ -376,59 +376,6 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
-    """What pretraining asks of the model."""
-
-    name: Literal["language-model", "masked", "masked-next-sentence", "sequence-to-sequence"] = "language-model"
-    length: int | None = None  # tokens of a sequence; unset means the model's context
-    short_length: int | None = None  # of the first steps, as BERT's 128; unset means all are alike
-    short_share: float = 0.9  # of the steps that are short
-    isolate: bool = False  # packed documents do not see each other
-    mask_share: float = 0.15  # of the tokens
-    mask_most: int | None = None  # masked places in a sequence; unset means the share of the length
-    mask_copies: int | None = None  # fixed masked versions of a text (BERT: 10); unset means new masks in each pass
-    whole_words: bool = False  # mask whole words
-
-    def __post_init__(self) -> None:
-        for name in ("length", "short_length"):
-            if (value := getattr(self, name)) is not None and value < 2:
-                raise UserError(f"{name}={value} must be at least 2, for example 128")
-        if not 0.0 < self.short_share <= 1.0:
-            raise UserError(f"short_share={self.short_share} must be above 0 and at most 1, for example 0.9")
-        if not 0.0 < self.mask_share < 1.0:
-            raise UserError(f"mask_share={self.mask_share} must lie between 0 and 1, for example 0.15")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PretrainConfig:
-    """From texts to a pretrained model, all in one run folder."""
-
-    folder: Path  # of the run: model/, checkpoints/, metrics.jsonl, loss.png
-    model: ModelConfig  # vocab_size follows the tokenizer
-    train: TrainConfig
-    objective: ObjectiveConfig = ObjectiveConfig()
-    data: DataConfig = DataConfig(paths=("python:stdlib",), folder=Path("data/stdlib"))
-    prepared: Path | None = None  # a folder that `plume prepare` has filled; then [data] is not looked at
-    resume: bool = False  # go on from the newest whole checkpoint
-    overwrite: bool = False  # replace what is in the run folder
-
-    def __post_init__(self) -> None:
-        length = self.model.context if self.objective.length is None else self.objective.length
-        if length > self.model.context:
-            raise UserError(f"objective.length={length} is longer than model.context={self.model.context}")
-        masked, two_stacks = self.objective.name.startswith("masked"), self.model.decoder_layers > 0
-        if masked == (self.model.causal or two_stacks):
-            fits = "language-model" if self.model.causal else "masked"
-            fits = "sequence-to-sequence" if two_stacks else fits
-            raise UserError(f"objective.name={self.objective.name!r} does not fit this model; {fits!r} does")
-        if two_stacks != (self.objective.name == "sequence-to-sequence"):
-            raise UserError(
-                f"objective.name={self.objective.name!r} with decoder_layers={self.model.decoder_layers}: "
-                "sequence-to-sequence needs a decoder beside the encoder, and nothing else does"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
 class TaskConfig:
     """Labelled rows: where they are, what their columns mean, and what the task is."""
 
@@ -608,7 +555,7 @@ class EngineConfig:
     """What runs a model."""
 
     engine: Literal["auto", "cpu", "torch"] = "auto"  # auto: the compiled CPU engine, or torch where there is a GPU
-    precision: Literal["float32", "int8", "bfloat16", "float16"] = "float32"  # of the weights; int8 needs the CPU engine
+    precision: Literal["float32", "int8", "bfloat16", "float16"] = "float32"  # of the weights; int8: CPU engine only
     device: str | None = None  # for torch; unset means the first GPU, or else the CPU
     threads: int | None = None  # unset means all cores
     slots: int = 8  # sequences that are kept and advanced together
@@ -646,6 +593,54 @@ class MaskingConfig:
             raise UserError(f"masked={self.masked} and random={self.random} must be shares of 1, such as 0.8 and 0.1")
         if self.copies is not None and self.copies < 1:
             raise UserError(f"copies={self.copies} must be at least 1, for example 10; unset masks anew each pass")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig:
+    """What pretraining asks of the model."""
+
+    name: Literal["language-model", "masked", "masked-next-sentence", "sequence-to-sequence"] = "language-model"
+    length: int | None = None  # tokens of a sequence; unset means the model's context
+    short_length: int | None = None  # of the first steps, as BERT's 128; unset means all are alike
+    short_share: float = 0.9  # of the steps that are short
+    isolate: bool = False  # packed documents do not see each other
+    masking: MaskingConfig = MaskingConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("length", "short_length"):
+            if (value := getattr(self, name)) is not None and value < 2:
+                raise UserError(f"{name}={value} must be at least 2, for example 128")
+        if not 0.0 < self.short_share <= 1.0:
+            raise UserError(f"short_share={self.short_share} must be above 0 and at most 1, for example 0.9")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainConfig:
+    """From texts to a pretrained model, all in one run folder."""
+
+    folder: Path  # of the run: model/, checkpoints/, metrics.jsonl, loss.png
+    model: ModelConfig  # vocab_size follows the tokenizer
+    train: TrainConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
+    data: DataConfig = DataConfig(paths=("python:stdlib",), folder=Path("data/stdlib"))
+    prepared: Path | None = None  # a folder that `plume prepare` has filled; then [data] is not looked at
+    resume: bool = False  # go on from the newest whole checkpoint
+    overwrite: bool = False  # replace what is in the run folder
+
+    def __post_init__(self) -> None:
+        length = self.model.context if self.objective.length is None else self.objective.length
+        if length > self.model.context:
+            raise UserError(f"objective.length={length} is longer than model.context={self.model.context}")
+        masked, two_stacks = self.objective.name.startswith("masked"), self.model.decoder_layers > 0
+        if masked == (self.model.causal or two_stacks):
+            fits = "language-model" if self.model.causal else "masked"
+            fits = "sequence-to-sequence" if two_stacks else fits
+            raise UserError(f"objective.name={self.objective.name!r} does not fit this model; {fits!r} does")
+        if two_stacks != (self.objective.name == "sequence-to-sequence"):
+            raise UserError(
+                f"objective.name={self.objective.name!r} with decoder_layers={self.model.decoder_layers}: "
+                "sequence-to-sequence needs a decoder beside the encoder, and nothing else does"
+            )
 
 
 T = TypeVar("T")
@@ -692,6 +687,8 @@ def _fill(kind: type, table: Mapping[str, Any], path: str) -> tuple[dict[str, An
         elif is_dataclass(known[name]) and isinstance(value, Mapping):
             filled[name], inner = _fill(known[name], value, f"{path}{name}.")
             problems += inner
+        elif get_origin(known[name]) is tuple and not isinstance(value, (list, tuple)):
+            filled[name] = [value]  # one value stands for a list of one
         else:
             filled[name] = value
     return filled, problems

@@ -1,0 +1,1 @@
+"""Training: objectives, optimisers, the one loop, checkpoints, many ranks, pretraining."""

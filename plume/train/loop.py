@@ -1,0 +1,413 @@
+"""The one training loop: gradients over parts and ranks, the update, and all that happens between two updates.
+
+What a task brings (pretraining, fine-tuning and distillation each bring their own):
+
+    objective.parts            names of the parts of the loss with their weights; a part of weight 0 is only measured
+    objective.counts(batch)    how many targets each part has, (K,): known before any loss is computed
+    objective.totals(model, batch)   each part's summed loss, (K,)
+    batches.rows(step)         sequences in the batch of a step
+    batches.part(step, first, rows)  some of its rows; a pure function, so that resuming needs no state
+
+The loss is the weighted sum of total / count, each count taken over the whole batch: over all micro-batches and ranks.
+A batch has `tokens` (B, ...) and `to(device)`; the loop knows nothing else of it.
+"""
+
+# K parts of the loss
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from plume.config import TrainConfig, UserError
+from plume.train.checkpoint import Checkpoints
+from plume.train.devices import Precision, is_out_of_memory
+from plume.train.distribute import Distributed, distribute
+from plume.train.optim import Optimizers, rate, whole
+from plume.train.progress import Progress
+from plume.train.ranks import Ranks
+
+MICRO_TOKENS = 4096  # computed at a time unless the recipe says otherwise
+
+
+class Objective(Protocol):
+    parts: Mapping[str, float]
+
+    def counts(self, batch: Any) -> Tensor: ...
+
+    def totals(self, model: Any, batch: Any) -> Tensor: ...
+
+
+class Batches(Protocol):
+    def rows(self, step: int) -> int: ...
+
+    def part(self, step: int, first: int, rows: int) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained on what."""
+
+    model: Any  # a plume.heads.Model, or anything that its objective understands
+    objective: Objective
+    train: Batches
+    validation: Batches | None = None
+    sample: Callable[[Any], str] | None = None  # a text that shows what the model can do
+    floor: float | None = None  # the loss of a model that knows only how frequent each token is
+    share: Callable[[str], float] = lambda name: 1.0  # of the learning rate, by parameter name
+    judge: Callable[[Any], float] | None = None  # of the model, lower is better; unset means the validation loss
+    patience: int | None = None  # validations without a better one after which to stop
+    before_step: Callable[[int], None] | None = None  # such as to unfreeze a layer; a pure function of the step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. The model holds the best weights when keep_best is on, otherwise the last."""
+
+    step: int
+    finished: bool  # False when it was asked to stop before its last step
+    loss: float  # of training, averaged since the log line before the last
+    validation: float | None
+    best_step: int | None
+    tokens: int
+    seconds: float
+
+
+class NonFinite(UserError):
+    """The loss or the gradient is no number any more; the weights are as they were before the step."""
+
+
+class LossModule(nn.Module):
+    """Model and objective as one module, so that whatever wraps it for many ranks sees one forward."""
+
+    def __init__(self, model: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.model, self.objective = model, objective
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.objective.totals(self.model, batch)  # (K,)
+
+
+class Trainer:
+    """One run of one task. `run` starts it, or continues it from the newest whole checkpoint in its folder."""
+
+    def __init__(self, task: Task, config: TrainConfig, folder: Path, ranks: Ranks, precision: Precision) -> None:
+        self.task, self.config, self.ranks, self.folder, self.precision = task, config, ranks, folder, precision
+        self.weights = torch.tensor(list(task.objective.parts.values()), device=ranks.device)  # (K,)
+        module = LossModule(task.model.to(ranks.device), task.objective)
+        self.distributed: Distributed = distribute(module, config, ranks, precision)
+        self.optimizers = Optimizers(task.model, config, task.share)
+        self.progress = Progress(folder, config, ranks, list(task.objective.parts))
+        self.checkpoints = Checkpoints(folder / "checkpoints", ranks, keep_last=config.keep_last, say=self.progress.say)
+        self.step = self.tokens = 0
+        self.seconds = 0.0
+        self.micro_batch = config.micro_batch
+        self.best: tuple[float, int] | None = None  # lowest validation loss (or what the judge says), step
+        self.worse = 0  # validations since then
+        self.validation: float | None = None
+        self.early = False  # whether patience has run out
+        self.asked = self.stop = False  # to end the run: by a signal here, and as all ranks agree
+        self.sums = torch.zeros(2, len(self.weights), device=ranks.device, dtype=torch.float64)  # totals, counts
+
+    # -- the run
+
+    def run(self, *, resume: bool) -> Outcome:
+        if resume:
+            self.restore()
+        self.task.model.train()
+        with self.stopping(), self.progress.live(self.step):
+            began, before = time.perf_counter(), self.seconds
+            while not self.done and not self.stop:
+                self.update()
+                self.seconds = before + time.perf_counter() - began
+                self.stop |= self.asked and not self.ranks.many
+                self.between()
+        finished = self.done
+        if not finished:
+            self.progress.say(f"stopped after step {self.step}, as asked; --resume goes on from here")
+        loss = self.progress.last_loss
+        if finished and self.config.keep_best and self.best is not None and self.best[1] != self.step:
+            self.checkpoints.load(self.best[1], self.tensors())
+            self.progress.say(f"the weights of step {self.best[1]} have the lowest validation loss: they are kept")
+        best_step = None if self.best is None else self.best[1]
+        validation = None if self.best is None else self.best[0] if self.config.keep_best else self.validation
+        return Outcome(self.step, finished, loss, validation, best_step, self.tokens, self.seconds)
+
+    @property
+    def done(self) -> bool:
+        return self.step >= self.config.steps or self.early
+
+    def between(self) -> None:
+        """After an update: log, validate, show samples, save; each when it is due."""
+        config, last = self.config, self.step >= self.config.steps
+        often = max(1, config.steps // 10)
+        every = {
+            "validate": often if config.validate_every is None else config.validate_every,
+            "sample": often if config.sample_every is None else config.sample_every,
+        }
+        every["save"] = every["validate"] if config.checkpoint_every is None else config.checkpoint_every
+        if self.step % config.log_every == 0 or last:
+            self.log()
+        improved = False
+        if self.task.validation is not None and (self.step % every["validate"] == 0 or last):
+            improved = self.validate()
+        if self.task.sample is not None and not self.distributed.sharded and (self.step % every["sample"] == 0 or last):
+            self.show_sample()
+        if self.step % every["save"] == 0 or self.done or self.stop or (improved and config.keep_best):
+            self.save()
+
+    # -- one update
+
+    def update(self) -> None:
+        """One step: the same global batch whatever the number of ranks and micro-batches."""
+        if self.task.before_step is not None:
+            self.task.before_step(self.step)
+        while True:
+            try:
+                totals, counts = self.gradients()
+                break
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            self.shrink(reason)  # outside the handler, which would keep the failed step's tensors alive
+        norm = self.gradient_norm()
+        if not math.isfinite(norm):
+            raise NonFinite(self.why_not_finite(norm, totals))
+        self.clip(norm)
+        self.optimizers.step(rate(self.step, self.config))
+        self.optimizers.zero_grad()
+        self.sums[0] += totals
+        self.sums[1] += counts
+        self.progress.norm = norm
+        self.step += 1
+
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """Gradients of the loss of the whole batch; (K,) totals of this rank and (K,) counts of all."""
+        parts = [
+            (first, self.task.train.part(self.step, first, rows))
+            for first, rows in self.share(self.task.train.rows(self.step))
+        ]
+        counts = sum_of(self.task.objective.counts(batch) for _, batch in parts)
+        told = torch.cat([counts, torch.tensor([float(self.asked), sum(b.tokens.numel() for _, b in parts)])])
+        told = self.ranks.sum(told.to(self.ranks.device, torch.float64))
+        counts = told[:-2]
+        self.stop = bool(told[-2] > 0)
+        scale = self.weights * self.ranks.size / counts.clamp(min=1)  # ranks are averaged where we want their sum
+        totals = torch.zeros_like(counts)
+        for number, (first, batch) in enumerate(parts):
+            torch.manual_seed(mixed(self.config.seed, self.step, first))
+            with self.distributed.sync(number == len(parts) - 1), self.precision.context():
+                part = self.distributed.module(batch.to(self.ranks.device))  # (K,)
+                (part * scale.to(part.dtype)).sum().backward()
+            totals += part.detach()
+        self.tokens += int(told[-1])
+        return totals, counts
+
+    def share(self, rows: int) -> list[tuple[int, int]]:
+        """(first row, rows) of each micro-batch of this rank; every rank has equally many."""
+        replicas, mine = self.distributed.replicas, self.distributed.replica
+        if rows < replicas:
+            raise UserError(f"a batch of {rows} sequences cannot be shared by {replicas} ranks; batch={replicas} can")
+        if self.micro_batch is None:
+            width = self.task.train.part(self.step, 0, 1).tokens.numel()
+            self.micro_batch = max(1, MICRO_TOKENS // width)
+        pieces = replicas * min(-(-rows // (replicas * self.micro_batch)), rows // replicas)
+        edges = [rows * i // pieces for i in range(pieces + 1)]
+        return [(edges[i], edges[i + 1] - edges[i]) for i in range(mine, pieces, replicas)]
+
+    def shrink(self, reason: str) -> None:
+        """Out of memory: half as many sequences at a time, and the same step again."""
+        self.optimizers.zero_grad()
+        assert self.micro_batch is not None
+        if self.ranks.many:  # the others wait in the middle of the step: it cannot be taken again
+            raise UserError(
+                f"rank {self.ranks.rank} ran out of memory at step {self.step} with micro_batch={self.micro_batch} "
+                f"({reason}); resume with train.micro_batch={max(1, self.micro_batch // 2)}"
+            )
+        if self.micro_batch == 1:
+            raise UserError(
+                f"out of memory at step {self.step} with one sequence at a time ({reason}); "
+                "train.activation_checkpointing=true needs less, so does a smaller model or context"
+            )
+        if self.ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.micro_batch //= 2
+        self.progress.say(f"out of memory at step {self.step}: now {self.micro_batch} sequences at a time, same batch")
+
+    def gradient_norm(self) -> float:
+        gradients = [p.grad for p in self.optimizers.names if p.grad is not None]
+        return float(whole(torch.nn.utils.get_total_norm(gradients)))
+
+    def clip(self, norm: float) -> None:
+        if self.config.clip is not None and norm > self.config.clip:
+            gradients: list[Any] = [p.grad for p in self.optimizers.names if p.grad is not None]
+            torch._foreach_mul_(gradients, self.config.clip / (norm + 1e-6))
+
+    def why_not_finite(self, norm: float, totals: Tensor) -> str:
+        broken = [
+            name
+            for p, name in self.optimizers.names.items()
+            if p.grad is not None and not bool(whole(p.grad).isfinite().all())
+        ]
+        what = "loss" if not bool(totals.isfinite().all()) else "gradient"
+        rows = self.task.train.rows(self.step)
+        return (
+            f"the {what} is not finite at step {self.step} (batch {self.step}, {rows} sequences, "
+            f"seed {self.config.seed}); gradient norm {norm}, first in {', '.join(broken[:3]) or 'no single tensor'}. "
+            f"The weights were not changed; the last checkpoint is whole. A lower lr than {self.config.lr:g} "
+            f"or a longer warm-up than {self.config.warmup} steps usually helps"
+        )
+
+    # -- between updates
+
+    def log(self) -> None:
+        sums = self.sums.clone()
+        self.ranks.sum(sums[0])
+        means = sums[0] / sums[1].clamp(min=1)  # (K,)
+        self.sums.zero_()
+        loss = float((means * self.weights).sum())
+        self.progress.log(
+            step=self.step,
+            loss=loss,
+            parts=means.tolist(),
+            rate=rate(max(0, self.step - 1), self.config),
+            tokens=self.tokens,
+            seconds=self.seconds,
+        )
+        sanity = self.config.steps // 2 if self.config.sanity_step is None else self.config.sanity_step
+        self.progress.check_sanity(self.step, self.task.floor, by=sanity)
+
+    @torch.no_grad()
+    def validate(self) -> bool:
+        """Measure the loss on the held-out rows; True when it is the lowest so far."""
+        means = self.measure()
+        self.validation = float((means * self.weights).sum())
+        score = self.validation if self.task.judge is None else self.judged(self.task.judge)
+        improved = self.best is None or score < self.best[0]
+        if improved:
+            self.best = (score, self.step)
+        self.worse = 0 if improved else self.worse + 1
+        if self.task.patience is not None and self.worse >= self.task.patience:
+            self.progress.say(f"no better after {self.worse} validations: stopping early at step {self.step}")
+            self.early = True
+        self.progress.validated(self.step, self.validation, means.tolist(), score)
+        return improved
+
+    def judged(self, judge: Callable[[Any], float]) -> float:
+        self.task.model.eval()
+        score = judge(self.task.model)
+        self.task.model.train()
+        return score
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """(K,) means over the validation rows, the same rows with the same masks each time."""
+        assert self.task.validation is not None
+        sums = torch.zeros(2, len(self.weights), device=self.ranks.device, dtype=torch.float64)
+        self.task.model.eval()
+        rows = self.task.validation.rows(0)
+        for first, count in self.share(rows):
+            batch = self.task.validation.part(0, first, count)
+            with self.precision.context():
+                sums[0] += self.distributed.module(batch.to(self.ranks.device))
+            sums[1] += self.task.objective.counts(batch).to(sums.device)
+        self.task.model.train()
+        self.ranks.sum(sums)
+        return sums[0] / sums[1].clamp(min=1)
+
+    def show_sample(self) -> None:
+        if self.ranks.main and self.task.sample is not None:
+            self.task.model.eval()
+            with torch.no_grad():
+                self.progress.sample(self.step, self.task.sample(self.task.model))
+            self.task.model.train()
+        self.ranks.barrier()
+
+    # -- saving and restoring
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a step changes."""
+        weights = {f"model/{name}": p.detach() for name, p in self.task.model.named_parameters()}
+        return weights | {f"optimizer/{name}": t for name, t in self.optimizers.state().items()}
+
+    def save(self) -> None:
+        pending = self.sums.clone()
+        self.ranks.sum(pending[0])
+        state = {
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "micro_batch": self.micro_batch,
+            "validation": self.validation,
+            "best": self.best,
+            "worse": self.worse,
+            "early": self.early,
+            "ranks": self.ranks.size,
+            "loss": self.progress.last_loss,
+            "sums": pending.tolist(),
+        }
+        best = self.best[1] if self.best is not None and self.config.keep_best else None
+        self.checkpoints.save(self.step, self.tensors(), state, best=best)
+
+    def restore(self) -> None:
+        step = self.checkpoints.latest()
+        if step is None:
+            self.progress.say("there is no whole checkpoint: starting from the beginning")
+            self.progress.restart(0)
+            return
+        state = self.checkpoints.load(step, self.tensors())
+        self.checkpoints.drop_after(step)
+        self.step, self.tokens, self.seconds = step, state["tokens"], state["seconds"]
+        self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
+        self.validation, self.worse, self.early = state["validation"], state["worse"], state["early"]
+        self.progress.last_loss = state["loss"]
+        self.sums.copy_(torch.tensor(state["sums"], dtype=torch.float64))
+        self.sums[0] *= self.ranks.main  # the totals of all ranks are now the main rank's
+        if state["ranks"] == self.ranks.size:
+            self.micro_batch = state["micro_batch"]  # also when it had to be halved: the same sums in the same order
+        self.progress.restart(step)
+        self.progress.say(f"going on from step {step}")
+
+    @contextmanager
+    def stopping(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C end the run after the step under way, with a checkpoint; a second one ends it at once."""
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            if self.asked:
+                raise KeyboardInterrupt
+            self.asked = True
+
+        kept = {}
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                kept[number] = signal.signal(number, ask)
+        except ValueError:  # not the main thread: whoever runs us there handles signals
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+
+def sum_of(tensors: Iterator[Tensor]) -> Tensor:
+    first, *rest = tensors
+    for tensor in rest:
+        first = first + tensor
+    return first
+
+
+def mixed(seed: int, step: int, row: int) -> int:
+    """A seed of its own for every row of every step."""
+    return (seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9 + row * 0x94D049BB133111EB) % (1 << 63)

@@ -1,0 +1,215 @@
+"""How weights move: AdamW with the papers' groups, Muon for matrices, and the schedules of rate and batch size."""
+
+# R rows, C columns, G matrices of one shape
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from plume.config import TrainConfig
+
+# each row drives singular values nearer to 1; the first rows accept a wider range of them (Polar Express, 2025)
+POLYNOMIALS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+)
+SAFETY = 1.01  # a little under the largest value that the polynomials were fitted to
+NO_CORRECTION = 1e7  # a step count at which Adam's bias correction is exactly 1
+
+
+def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
+    """The nearest (semi-)orthogonal matrices, roughly: singular values become about 1, (G, R, C) to (G, R, C)."""
+    x = matrices
+    wide = x.shape[-2] <= x.shape[-1]
+    if not wide:
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * SAFETY + 1e-7)
+    for a, b, c in POLYNOMIALS[:steps]:
+        gram = x @ x.mT  # (G, R, R)
+        mix = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, mix, x, beta=a)
+    return x if wide else x.mT
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised: every direction of a matrix moves by about the same amount.
+
+    Matrices of one shape are worked on together. A matrix sharded over ranks is gathered for it.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        iterations: int = 5,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(list(params), defaults)
+        self.iterations, self.dtype = iterations, dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for matrices in same_shape(group["params"]):
+                self.move(matrices, group)
+
+    def move(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        gradients: list[Any] = [p.grad for p in matrices]
+        buffers: list[Any] = [self.state[p]["momentum"] for p in matrices]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        updates = torch._foreach_lerp(gradients, buffers, group["momentum"])  # Nesterov's look ahead
+        stacked = torch.stack([whole(u) for u in updates]).to(self.dtype)  # (G, R, C)
+        rows, columns = stacked.shape[1:]
+        scale = -group["lr"] * math.sqrt(max(1.0, rows / columns))
+        moved = orthogonalise(stacked, self.iterations).to(matrices[0].dtype)
+        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(matrices, [shared_like(m, p) for m, p in zip(moved, matrices, strict=True)], alpha=scale)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shared_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """A whole tensor, cut as another one is cut over ranks. Every rank holds the same whole, so nothing is sent."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def same_shape(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    groups: dict[torch.Size, list[Tensor]] = {}
+    for p in params:
+        if p.grad is not None:
+            groups.setdefault(p.shape, []).append(p)
+    yield from groups.values()
+
+
+class Optimizers:
+    """The optimisers of one model as one: rates by step, state by parameter name."""
+
+    def __init__(self, model: nn.Module, config: TrainConfig, share: Callable[[str], float] = lambda name: 1.0) -> None:
+        """`share` gives the learning rate of a parameter, by its name, as a share of the recipe's."""
+        self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        self.parts: list[torch.optim.Optimizer] = []
+        matrices = [p for p, name in self.names.items() if config.optimizer == "muon" and is_inner_matrix(name, p)]
+        rest = {p: name for p, name in self.names.items() if p not in set(matrices)}
+        self.parts.append(adamw(rest, config, share))
+        if matrices:
+            decay = config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay
+            muon = Muon(
+                matrices,
+                lr=config.muon_lr,
+                momentum=config.muon_momentum,
+                weight_decay=decay,
+                iterations=config.muon_iterations,
+                dtype=torch.bfloat16 if matrices[0].device.type == "cuda" else torch.float32,
+            )
+            for p in matrices:
+                muon.state[p] = {"momentum": torch.zeros_like(p)}
+            self.parts.append(muon)
+        self.peaks = [[group["lr"] for group in part.param_groups] for part in self.parts]
+
+    def step(self, scale: float) -> None:
+        """One update at this fraction of the peak rates."""
+        for part, peaks in zip(self.parts, self.peaks, strict=True):
+            for group, peak in zip(part.param_groups, peaks, strict=True):
+                group["lr"] = peak * scale
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor of state under the name of its parameter; the same tensors, so loading writes into them."""
+        return {
+            f"{self.names[p]}/{slot}": tensor
+            for part in self.parts
+            for p, slots in part.state.items()
+            for slot, tensor in slots.items()
+        }
+
+
+def is_inner_matrix(name: str, p: Tensor) -> bool:
+    return p.ndim == 2 and ".blocks." in name
+
+
+def adamw(names: Mapping[Tensor, str], config: TrainConfig, share: Callable[[str], float]) -> torch.optim.Optimizer:
+    """AdamW: no decay on biases and norms, nor on embeddings unless asked."""
+
+    def decays(p: Tensor) -> bool:
+        return p.ndim >= 2 and (config.decay_embeddings or ".embed." not in names[p])
+
+    alike: dict[tuple[float, float], list[Tensor]] = {}
+    for p, name in names.items():
+        alike.setdefault((config.lr * share(name), config.weight_decay if decays(p) else 0.0), []).append(p)
+    groups = [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in alike.items()]
+    fused = all(p.device.type in ("cpu", "cuda") for p in names)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
+    for p in names:
+        begun = torch.tensor(0.0 if config.bias_correction else NO_CORRECTION, device=p.device if fused else "cpu")
+        optimizer.state[p] = {"step": begun, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
+
+
+# ---- schedules ---------------------------------------------------------------------------------------------------
+
+
+def rate(step: int, config: TrainConfig) -> float:
+    """The learning rate of a step, counted from 0, as a fraction of its peak."""
+    warmup = config.warmup
+    if config.schedule == "inverse-sqrt":  # the Transformer's: its peak is where the warm-up ends
+        return min((step + 1) / max(warmup, 1), math.sqrt(max(warmup, 1) / (step + 1)))
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    end = config.steps if config.decay_steps is None else config.decay_steps
+    if config.schedule == "constant-then-decay":
+        length = max(1, round(end * config.cooldown))
+        share = min(1.0, max(0.0, (step - (end - length)) / length))
+    else:
+        share = min(1.0, (step - warmup) / max(1, end - warmup))
+    match config.schedule:
+        case "constant":
+            return 1.0
+        case "cosine":
+            return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * share))
+        case _:
+            return config.final_lr + (1 - config.final_lr) * (1 - share)
+
+
+def batch_rows(step: int, config: TrainConfig) -> int:
+    """Sequences in the batch of a step: constant, or growing evenly from `batch_start` as GPT-3's."""
+    if config.batch_start is None or step >= config.ramp_steps:
+        return config.batch
+    return config.batch_start + (config.batch - config.batch_start) * step // config.ramp_steps
+
+
+def rows_before(step: int, config: TrainConfig) -> int:
+    """Sequences used by all steps before this one."""
+    if config.batch_start is None:
+        return step * config.batch
+    ramp = ramp_totals(config)
+    ramped = min(step, config.ramp_steps)
+    return ramp[ramped] + (step - ramped) * config.batch
+
+
+@cache
+def ramp_totals(config: TrainConfig) -> list[int]:
+    """Sequences used before each step of the ramp, and after it."""
+    return list(accumulate((batch_rows(step, config) for step in range(config.ramp_steps)), initial=0))

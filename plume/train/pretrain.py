@@ -1,0 +1,271 @@
+"""Pretraining from end to end: texts, tokenizer, shards, batches, the loop, and a run folder with a model in it."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from plume.config import ObjectiveConfig, PretrainConfig, TrainConfig, UserError
+from plume.data import (
+    IGNORE,
+    Batch,
+    Dataset,
+    FullSentences,
+    MaskedPairs,
+    PackedWindows,
+    Phases,
+    SequencePairs,
+    Shards,
+    open_shards,
+    prepare,
+)
+from plume.data.shards import read_manifest
+from plume.heads import Model
+from plume.text import Tokenizer, load_tokenizer
+from plume.train import samples
+from plume.train.devices import choose_precision, flops_per_token
+from plume.train.loop import Outcome, Task, Trainer
+from plume.train.objectives import HEAD_OF, TensorBatch, objective_called
+from plume.train.optim import batch_rows, rows_before, whole
+from plume.train.ranks import Ranks, join
+from plume.train.runs import METRICS, PLOT, RECIPE, SAMPLES, differences_of, read_recipe_of, write_recipe
+from plume.weights import save_model
+
+ENTROPY_ROWS = 2048  # sequences that token frequencies are counted over
+MAY_CHANGE = ("train.", "resume", "overwrite", "prepared", "data.workers", "data.on", "folder")  # when a run goes on
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What came of a run."""
+
+    folder: Path
+    outcome: Outcome
+    uniform: float  # the loss of knowing nothing
+    unigram: float  # the loss of knowing only how frequent each token is
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+
+class Samples(Protocol):
+    def take(self, first: int, count: int) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class TrainBatches:
+    """Batch n is the next so many samples after all batches before it."""
+
+    samples: Samples
+    config: TrainConfig
+
+    def rows(self, step: int) -> int:
+        return batch_rows(step, self.config)
+
+    def part(self, step: int, first: int, rows: int) -> TensorBatch:
+        return TensorBatch.of(self.samples.take(rows_before(step, self.config) + first, rows))
+
+
+@dataclass(frozen=True)
+class ValidationBatches:
+    """Always the same rows with the same masks."""
+
+    samples: Samples
+    count: int
+
+    def rows(self, step: int) -> int:
+        return self.count
+
+    def part(self, step: int, first: int, rows: int) -> TensorBatch:
+        return TensorBatch.of(self.samples.take(first, rows))
+
+
+def pretrain(config: PretrainConfig) -> RunResult:
+    """Run a recipe: alone, or as one of many processes that torchrun started."""
+    with join(config.train.device) as ranks:
+        open_folder(config, ranks)
+        data = prepared_data(config, ranks)
+        tokenizer = load_tokenizer(data / "tokenizer")
+        torch.manual_seed(config.train.seed)
+        model = Model(replace(config.model, vocab_size=tokenizer.vocab_size), HEAD_OF[config.objective.name])
+        task = make_task(config, model, tokenizer, data)
+        precision = choose_precision(ranks.device, config.train.precision)
+        trainer = Trainer(task, config.train, config.folder, ranks, precision)
+        parameters = sum(p.numel() for p in model.parameters())
+        trainer.progress.measure_against(flops_per_token(model.config, parameters), precision.peak * ranks.size)
+        trainer.progress.say(
+            f"{parameters:,} parameters, vocabulary {tokenizer.vocab_size:,}, {precision.name} on "
+            f"{ranks.size} x {ranks.device.type}; token frequencies alone give a loss of {task.floor:.3f}"
+        )
+        outcome = trainer.run(resume=config.resume)
+        export(config, trainer, tokenizer, outcome, data)
+        assert task.floor is not None
+        return RunResult(config.folder, outcome, math.log(tokenizer.vocab_size), task.floor)
+
+
+# ---- the run folder ----------------------------------------------------------------------------------------------
+
+
+def open_folder(config: PretrainConfig, ranks: Ranks) -> None:
+    """Make the run folder, or make sure that what is there may be continued or replaced."""
+    if ranks.main:
+        there = (config.folder / RECIPE).is_file()
+        if there and config.overwrite and not config.resume:
+            for name in ("checkpoints", "model", "tensorboard"):
+                shutil.rmtree(config.folder / name, ignore_errors=True)
+            for name in (RECIPE, METRICS, PLOT, SAMPLES):
+                (config.folder / name).unlink(missing_ok=True)
+        elif there and not config.resume:
+            raise UserError(
+                f"{config.folder} holds a run already; --resume goes on with it, --overwrite replaces it, "
+                "--folder names another place"
+            )
+        elif there:
+            changed = differences_of(read_recipe_of(config.folder), plain(config))
+            if refused := [line for name, line in changed.items() if not name.startswith(MAY_CHANGE)]:
+                raise UserError(
+                    "the run cannot go on with other settings than it began with:\n  " + "\n  ".join(refused)
+                )
+        elif config.folder.exists() and (not config.folder.is_dir() or any(config.folder.iterdir())):
+            raise UserError(f"{config.folder} exists and is not a run folder, so it is left alone; name another")
+        config.folder.mkdir(parents=True, exist_ok=True)
+        write_recipe(config.folder, plain(config))
+    ranks.barrier()
+
+
+def plain(config: PretrainConfig) -> dict[str, Any]:
+    """The config as a recipe, without what only says how this call deals with the folder."""
+    table = asdict(config)
+    return {name: value for name, value in table.items() if name not in ("resume", "overwrite")}
+
+
+def export(config: PretrainConfig, trainer: Trainer, tokenizer: Tokenizer, outcome: Outcome, data: Path) -> None:
+    """Write the model folder from the weights that the run ended with."""
+    weights = {name: whole(p.detach()).cpu() for name, p in trainer.task.model.named_parameters()}
+    if trainer.ranks.main:
+        kept: Model = trainer.task.model
+        with torch.device("meta"):
+            model = Model(kept.config, kept.kind, kept.labels)
+        model.load_state_dict(weights, strict=False, assign=True)
+        if kept.config.decoder_layers:
+            model.body.tie()  # type: ignore[operator]
+        info = {
+            "objective": config.objective.name,
+            "tokens": outcome.tokens,
+            "step": outcome.step,
+            "loss": outcome.loss,
+            "validation_loss": outcome.validation,
+            "data_fingerprint": read_manifest(data).fingerprint,
+            "recipe": plain(config),
+        }
+        save_model(model.eval(), config.folder / "model", tokenizer=tokenizer, info=as_json(info))
+    trainer.ranks.barrier()
+
+
+def as_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: as_json(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+# ---- data --------------------------------------------------------------------------------------------------------
+
+
+def prepared_data(config: PretrainConfig, ranks: Ranks) -> Path:
+    """The folder of token shards; the main rank prepares it if need be, and the others wait."""
+    if config.prepared is not None:
+        read_manifest(config.prepared)
+        return config.prepared
+    if ranks.main:
+        prepare(config.data)
+    ranks.wait_long()
+    return config.data.folder
+
+
+def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: Path) -> Task:
+    train = open_shards(data, "train", tokenizer_hash=tokenizer.hash)
+    order = phases(config, lambda length: dataset(config.objective, train, tokenizer, length, seed=config.train.seed))
+    validation = validation_batches(config, tokenizer, data)
+    sample: Callable[[Any], str] | None = None
+    if config.objective.name == "language-model":
+        sample = samples.continuation(tokenizer, config.train)
+    elif validation is not None:
+        row = validation.samples.take(0, 1)
+        masked = config.objective.name.startswith("masked")
+        sample = (
+            samples.filled_gaps(tokenizer, row)
+            if masked
+            else samples.translation(tokenizer, row, config.train.sample_tokens)
+        )
+    return Task(
+        model=model,
+        objective=objective_called(config.objective.name, config.train.label_smoothing),
+        train=TrainBatches(order, config.train),
+        validation=validation,
+        sample=sample,
+        floor=unigram_entropy(order, tokenizer.vocab_size),
+    )
+
+
+def phases(config: PretrainConfig, make: Callable[[int], Dataset]) -> Samples:
+    """All sequences of one length, or short ones first. The border lies between two batches."""
+    objective = config.objective
+    whole_length = config.model.context if objective.length is None else objective.length
+    if objective.short_length is None:
+        return make(whole_length)
+    border = rows_before(round(objective.short_share * config.train.steps), config.train)
+    return Phases([(border, make(objective.short_length)), (0, make(whole_length))])
+
+
+def dataset(
+    objective: ObjectiveConfig, shards: Shards, tokenizer: Tokenizer, length: int, *, seed: int, shuffle: bool = True
+) -> Dataset:
+    match objective.name:
+        case "language-model":
+            return PackedWindows(shards, length, seed=seed, shuffle=shuffle, isolate=objective.isolate)
+        case "masked":
+            return FullSentences(shards, tokenizer, length, seed=seed, shuffle=shuffle, masking=objective.masking)
+        case "masked-next-sentence":
+            return MaskedPairs(shards, tokenizer, length, seed=seed, shuffle=shuffle, masking=objective.masking)
+        case "sequence-to-sequence":
+            return SequencePairs(shards, tokenizer, length, seed=seed, shuffle=shuffle)
+
+
+def validation_batches(config: PretrainConfig, tokenizer: Tokenizer, data: Path) -> ValidationBatches | None:
+    if not read_manifest(data).validation:
+        return None
+    shards = open_shards(data, "validation", tokenizer_hash=tokenizer.hash)
+    length = config.model.context if config.objective.length is None else config.objective.length
+    try:
+        every = dataset(config.objective, shards, tokenizer, length, seed=0, shuffle=False)
+    except UserError as error:
+        print(f"no validation: {error}", file=sys.stderr)
+        return None
+    rows = config.train.validation_rows
+    if len(every) <= rows:
+        return ValidationBatches(every, len(every))
+    return ValidationBatches(dataset(config.objective, shards, tokenizer, length, seed=0), rows)
+
+
+def unigram_entropy(samples: Samples, vocab_size: int) -> float:
+    """The loss of always answering with the token frequencies, in nats: what any model must beat."""
+    counts = np.zeros(vocab_size, np.int64)
+    for first in range(0, ENTROPY_ROWS, 256):
+        targets = samples.take(first, 256).targets
+        counts += np.bincount(targets[targets != IGNORE].ravel(), minlength=vocab_size)
+        if counts.sum() > 1 << 20:
+            break
+    share = counts[counts > 0] / counts.sum()
+    unseen = (len(share) - 1) / (2 * counts.sum())  # a sample looks more orderly than what it is drawn from
+    return float(-(share * np.log(share)).sum() + unseen)

@@ -1,0 +1,197 @@
+"""Run folders looked at from outside: list them, compare them, plot their losses."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plume.config import UserError, did_you_mean
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.txt"
+RECIPE = "recipe.toml"
+PLOT = "loss.png"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run folder says of itself."""
+
+    name: str
+    folder: Path
+    step: int
+    steps: int | None
+    loss: float | None
+    validation: float | None  # the lowest
+    tokens: int
+    seconds: float
+    model: bool  # whether its model folder is written
+    recipe: dict[str, Any]
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Every whole line; a torn last one, left by a crash, is none."""
+    path = folder / METRICS
+    rows: list[dict[str, Any]] = []
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and "step" in row:
+                rows.append(row)
+    return rows
+
+
+def read_run(folder: Path) -> RunInfo:
+    if not (folder / RECIPE).is_file():
+        neighbours = [path.parent.name for path in folder.parent.glob(f"*/{RECIPE}")]
+        raise UserError(f"{folder} is not a run folder ({RECIPE} is missing){did_you_mean(folder.name, neighbours)}")
+    recipe = read_recipe_of(folder)
+    rows = read_metrics(folder)
+    logged = [row for row in rows if "loss" in row]
+    last = logged[-1] if logged else {}
+    return RunInfo(
+        name=folder.name,
+        folder=folder,
+        step=max((row["step"] for row in rows), default=0),
+        steps=recipe.get("train", {}).get("steps"),
+        loss=last.get("loss"),
+        validation=min((row["validation_loss"] for row in rows if "validation_loss" in row), default=None),
+        tokens=last.get("tokens", 0),
+        seconds=last.get("seconds", 0.0),
+        model=(folder / "model" / "config.json").is_file(),
+        recipe=recipe,
+    )
+
+
+def read_recipe_of(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / RECIPE).read_text(encoding="utf-8"))
+
+
+def write_recipe(folder: Path, table: Mapping[str, Any]) -> None:
+    """The settings of a run as TOML, whole or not at all."""
+    aside = folder / f".{RECIPE}"
+    aside.write_text(to_toml(table), encoding="utf-8")
+    aside.replace(folder / RECIPE)
+
+
+def to_toml(table: Mapping[str, Any], path: str = "") -> str:
+    """Nested plain values as TOML; what is None is left out, which is how a recipe says unset."""
+    values = {name: value for name, value in table.items() if value is not None and not isinstance(value, Mapping)}
+    lines = [f"[{path}]"] * bool(path and values) + [f"{name} = {toml_value(value)}" for name, value in values.items()]
+    text = "\n".join(lines) + "\n\n" * bool(lines)
+    for name, inner in table.items():
+        if isinstance(inner, Mapping):
+            text += to_toml(inner, f"{path}.{name}" if path else name)
+    return text
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml_value(inner) for inner in value)}]"
+    return repr(value) if isinstance(value, int | float) else json.dumps(str(value))
+
+
+def differences_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """A sentence for every setting that two recipes do not share."""
+    before, after = flat(old), flat(tomllib.loads(to_toml(new)))
+    return {
+        name: f"{name} was {before.get(name, 'unset')!r} and is now {after.get(name, 'unset')!r}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    }
+
+
+def list_runs(folder: Path) -> list[RunInfo]:
+    """Every run below a folder, by name."""
+    return [read_run(path.parent) for path in sorted(folder.glob(f"*/{RECIPE}"))]
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted names."""
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return values
+
+
+def differences(runs: Sequence[RunInfo]) -> dict[str, list[Any]]:
+    """Settings in which runs differ, with each run's value."""
+    recipes = [flat(run.recipe) for run in runs]
+    names = sorted({name for recipe in recipes for name in recipe})
+    table = {name: [recipe.get(name) for recipe in recipes] for name in names}
+    return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
+
+
+def show_runs(runs: Sequence[RunInfo]) -> None:
+    """A table of runs on the console."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("run", "step", "loss", "validation", "tokens", "minutes", "model")
+    for run in runs:
+        table.add_row(
+            run.name,
+            f"{run.step}/{run.steps}",
+            number(run.loss),
+            number(run.validation),
+            f"{run.tokens:,}",
+            f"{run.seconds / 60:.1f}",
+            "yes" if run.model else "no",
+        )
+    Console().print(table)
+
+
+def show_comparison(runs: Sequence[RunInfo]) -> None:
+    """What differs between runs, and what came of it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("setting", *(run.name for run in runs))
+    for name, values in differences(runs).items():
+        table.add_row(name, *("" if value is None else str(value) for value in values))
+    table.add_section()
+    table.add_row("loss", *(number(run.loss) for run in runs))
+    table.add_row("validation", *(number(run.validation) for run in runs))
+    table.add_row("tokens", *(f"{run.tokens:,}" for run in runs))
+    table.add_row("seconds", *(f"{run.seconds:.0f}" for run in runs))
+    Console().print(table)
+
+
+def number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def plot_runs(folders: Sequence[Path], file: Path) -> Path | None:
+    """Training and validation loss of runs by step, as a PNG; None when there is nothing to draw."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    curves = [(folder.name, read_metrics(folder)) for folder in folders]
+    if not any(rows for _, rows in curves):
+        return None
+    figure = Figure(figsize=(8, 5), layout="constrained")  # not pyplot: no window system, no global state
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, (name, rows) in enumerate(curves):
+        for key, style, alpha in (("loss", "-", 0.5), ("validation_loss", "o-", 1.0)):
+            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+            if points:
+                label = f"{name} {'validation' if key == 'validation_loss' else 'training'}"
+                axes.plot(*zip(*points, strict=True), style, alpha=alpha, color=f"C{index}", markersize=3, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    aside = file.with_name(f".{file.name}")
+    figure.savefig(aside, format="png", dpi=120)
+    aside.replace(file)
+    return file
