@@ -29,7 +29,13 @@ class CpuEngine:
     """See engine.Engine. Weights are float32 or int8; keys and values are float32."""
 
     def __init__(
-        self, packed: Packed, *, slots: int = 1, capacity: int | None = None, threads: int | None = None, rows: int = 512
+        self,
+        packed: Packed,
+        *,
+        slots: int = 1,
+        capacity: int | None = None,
+        threads: int | None = None,
+        rows: int = 512,
     ) -> None:
         config = packed.config
         if threads is not None and threads < 1:
@@ -45,13 +51,18 @@ class CpuEngine:
         self._tokens, self._slots, self._positions, self._wanted = (np.zeros(rows, np.int64) for _ in range(4))
         self._jobs, self._meetings = 0, 0
         self._wake, self._sleeping, self._closed = threading.Condition(), 0, False
-        _announce_compilation()
         self._helpers = [
             threading.Thread(target=self._help, args=(i,), daemon=True, name=f"plume-cpu-{i}")
             for i in range(1, self.threads)
         ]
+        notice = threading.Timer(2.0, _say_compiling)  # loading compiled code takes far less than that
+        notice.start()
+        self._follow(1, 0, 0, patience=0)
         for helper in self._helpers:
             helper.start()
+        self.step([Feed(0, [0])])
+        self.rewind(0, 0)
+        notice.cancel()
 
     def _allocate(self) -> None:
         """All working memory, and the shape that tells the kernels where it is."""
@@ -108,16 +119,19 @@ class CpuEngine:
         """A helper's life: share in the steps while they come quickly, sleep when they do not."""
         done, meetings = 0, 0
         while True:
-            done, meetings = kernels.follow(
-                self.shape, self._table, self._job, self._job.ctypes.data, thread, done, self._tokens, self._slots,
-                self._positions, self._wanted, meetings, PATIENCE,
-            )  # fmt: skip
+            done, meetings = self._follow(thread, done, meetings, PATIENCE)
             with self._wake:
                 self._sleeping += 1
                 self._wake.wait_for(lambda done=done: self._closed or self._jobs != done)  # type: ignore[misc]
                 self._sleeping -= 1
             if self._closed:
                 return
+
+    def _follow(self, thread: int, done: int, meetings: int, patience: int) -> tuple[int, int]:
+        return kernels.follow(
+            self.shape, self._table, self._job, self._job.ctypes.data, thread, done, self._tokens, self._slots,
+            self._positions, self._wanted, meetings, patience,
+        )  # fmt: skip
 
     def _run(self, rows: int, wanted: int) -> None:
         with self._wake:
@@ -180,7 +194,11 @@ class CpuEngine:
         assert length <= self.lengths[source]
         c, blocks = self.config, -(-length // LANES)
         keys = self._memory["keys"].view(np.float32).reshape(self.slots, c.layers, c.heads, -1, c.head_width * LANES)
-        values = self._memory["values"].view(np.float32).reshape(self.slots, c.layers, c.heads, -1, self.shape.capacity, LANES)
+        values = (
+            self._memory["values"]
+            .view(np.float32)
+            .reshape(self.slots, c.layers, c.heads, -1, self.shape.capacity, LANES)
+        )
         keys[target, :, :, :blocks] = keys[source, :, :, :blocks]
         values[target, :, :, :, :length] = values[source, :, :, :, :length]
         self.lengths[target] = length
@@ -196,7 +214,5 @@ class CpuEngine:
             helper.join()
 
 
-def _announce_compilation() -> None:
-    """Say so when this machine has to compile the kernels first, which takes about half a minute, once."""
-    if not kernels.lead.stats.cache_hits and not kernels.compiled_before():
-        print("compiling the CPU engine for this machine, once ...", file=sys.stderr, flush=True)
+def _say_compiling() -> None:
+    print("compiling the CPU engine for this machine; the next start will be quick ...", file=sys.stderr, flush=True)

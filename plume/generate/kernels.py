@@ -6,20 +6,26 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numba import carray, njit, types
 
 from plume.generate import lanes
-from plume.generate.lanes import GROUP, LANES, PANEL, SIGNED_DOT
+from plume.generate.lanes import SIGNED_DOT
+from plume.generate.layout import GROUP, LANES, PANEL
 
-COMPILED: dict[str, Any] = {
-    "nogil": True,
-    "cache": True,
-    "error_model": "numpy",
-    "fastmath": {"contract", "reassoc", "nsz", "arcp"},
-}
+Code = TypeVar("Code", bound=Callable[..., Any])
+
+
+def compiled(function: Code) -> Code:
+    """Machine code, kept on disk. Sums may be reordered for vectors, but infinities and NaNs keep their meaning."""
+    fastmath = {"contract", "reassoc", "nsz", "arcp"}
+    code: Code = njit(nogil=True, cache=True, error_model="numpy", fastmath=fastmath)(function)
+    return code
+
+
 GELU_TANH, GELU, RELU = 0, 1, 2
 # entries of the table of addresses: those of each layer, then those of the whole model
 ATTN_NORM, QKV, QKV_BIAS, OUT, OUT_BIAS, MLP_NORM, UP, UP_BIAS, DOWN, DOWN_BIAS, PER_LAYER = range(11)
@@ -73,14 +79,14 @@ WIDE = lanes.WIDE
 
 if sys.platform == "win32":
 
-    @njit(**COMPILED)
+    @compiled
     def give_way() -> None:
         lanes.pause()
 else:
     give_way = types.ExternalFunction("sched_yield", types.int32())
 
 
-@njit(**COMPILED)
+@compiled
 def wait_for(address: int, target: int) -> None:
     """Wait until a shared counter has come this far; after a while let others use the core."""
     spins = 0
@@ -91,7 +97,7 @@ def wait_for(address: int, target: int) -> None:
             give_way()
 
 
-@njit(**COMPILED)
+@compiled
 def meet(job: int, threads: int, meetings: int) -> int:
     """The barrier: nobody goes on before all have come. Counts only ever grow, so nothing needs resetting."""
     meetings += 1
@@ -109,8 +115,8 @@ TANH_A, TANH_B = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
 ROOT_HALF = np.float32(math.sqrt(0.5))
 
 
-@njit(**COMPILED)
-def exp(x: float) -> float:
+@compiled
+def exp(x: Any) -> Any:
     """e to the x within two units of the last place, written so that loops over it become vector code."""
     x = min(max(x, LOWEST), HIGHEST)
     n = np.floor(x * LOG2_E + HALF)
@@ -119,7 +125,7 @@ def exp(x: float) -> float:
     return (p * r * r + r + ONE) * lanes.float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
 
 
-@njit(**COMPILED)
+@compiled
 def activate(x: Any, kind: int) -> None:
     if kind == GELU_TANH:
         for i in range(x.size):
@@ -133,7 +139,7 @@ def activate(x: Any, kind: int) -> None:
             x[i] = max(x[i], np.float32(0))
 
 
-@njit(**COMPILED)
+@compiled
 def normalise(source: int, out: int, width: int, norm: int) -> None:
     """Layer norm of one row; `norm` is the address of gain, shift and epsilon, 0 for a plain copy."""
     x, y = carray(lanes.floats_at(source), (width,)), carray(lanes.floats_at(out), (width,))
@@ -154,7 +160,7 @@ def normalise(source: int, out: int, width: int, norm: int) -> None:
         y[i] = (x[i] - mean) * scale * weights[i] + weights[width + i]
 
 
-@njit(**COMPILED)
+@compiled
 def quantise(source: int, width: int, row: int, depth: int, first: int, last: int) -> None:
     """The groups first..last of one row of floats as bytes, scales and starting sums (see lanes.int8_tile)."""
     x, codes = carray(lanes.floats_at(source), (width,)), carray(lanes.bytes_at(row), (depth,))
@@ -179,7 +185,7 @@ def quantise(source: int, width: int, row: int, depth: int, first: int, last: in
         starts[g] = np.int32(0) if SIGNED_DOT else np.int32(-128) * total
 
 
-@njit(**COMPILED)
+@compiled
 def multiply(
     int8: int, weights: int, depth: int, panels: int, until: int, values: int, stride: int, rows: int, bias: int,
     out: int, out_stride: int,
@@ -207,7 +213,7 @@ def multiply(
         p += 1
 
 
-@njit(**COMPILED)
+@compiled
 def float_rows(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int, left: int) -> int:
     """The largest tile that is no larger than the rows left; returns how many it took."""
     if WIDE:
@@ -230,7 +236,7 @@ def float_rows(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int, l
     return 1
 
 
-@njit(**COMPILED)
+@compiled
 def int8_rows(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int, left: int) -> int:
     if WIDE:
         if left >= 12:
@@ -252,19 +258,19 @@ def int8_rows(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int, le
     return 1
 
 
-@njit(**COMPILED)
+@compiled
 def padded(n: int) -> int:
     return (n + GROUP - 1) // GROUP * GROUP
 
 
-@njit(**COMPILED)
+@compiled
 def share(rows: int, thread: int, threads: int) -> tuple[int, int]:
     """This thread's panels of a matrix; always whole pairs, so that it can also finish whole int8 groups."""
     pairs = padded(rows) // (2 * PANEL)
     return 2 * (pairs * thread // threads), 2 * (pairs * (thread + 1) // threads)
 
 
-@njit(**COMPILED)
+@compiled
 def embed(shape: Shape, table: Any, token: int, position: int, out: int) -> None:
     """Token row (gathered out of the output head's panels: there is one copy) plus position row."""
     width = shape.width
@@ -290,7 +296,7 @@ def embed(shape: Shape, table: Any, token: int, position: int, out: int) -> None
             x[i] = np.float32(np.int8(code)) * scale + places[row + i]
 
 
-@njit(**COMPILED)
+@compiled
 def remember(shape: Shape, layer: int, head: int, slots: Any, positions: Any, rows: int) -> None:
     """Write the new keys (16 positions side by side) and values (16 numbers side by side) of one head."""
     size, capacity = shape.head_width, shape.capacity
@@ -301,15 +307,17 @@ def remember(shape: Shape, layer: int, head: int, slots: Any, positions: Any, ro
         new_value = carray(lanes.floats_at(row + 2 * shape.width * 4), (size,))
         owner, position = (slots[m] * shape.layers + layer) * shape.heads + head, positions[m]
         keys = carray(lanes.floats_at(shape.keys + owner * capacity * size * 4), (capacity * size,))
-        values = carray(lanes.floats_at(shape.values + owner * capacity * blocks * LANES * 4), (capacity * blocks * LANES,))
+        values = carray(
+            lanes.floats_at(shape.values + owner * capacity * blocks * LANES * 4), (capacity * blocks * LANES,)
+        )
         base = (position // LANES) * size * LANES + position % LANES
         for d in range(size):
             keys[base + d * LANES] = new_key[d]
             values[((d // LANES) * capacity + position) * LANES + d % LANES] = new_value[d]
 
 
-@njit(**COMPILED)
-def soften(scores: Any, first: int, low: int, high: int, until: int, scale: float) -> None:
+@compiled
+def soften(scores: Any, first: int, low: int, high: int, until: int, scale: Any) -> None:
     """Softmax of scores low..high in place; zeros around it, since tiles cover whole blocks. Index 0 is `first`."""
     largest = np.float32(-3e38)
     for i in range(low - first, high - first):
@@ -327,7 +335,7 @@ def soften(scores: Any, first: int, low: int, high: int, until: int, scale: floa
         scores[i] = np.float32(0)
 
 
-@njit(**COMPILED)
+@compiled
 def attend(shape: Shape, layer: int, head: int, slot: int, position: int, m: int, queries: int, memory: int) -> None:
     """Attention of one head for 1 or 4 neighbouring rows of one sequence, the first at this position."""
     size, capacity = shape.head_width, shape.capacity
@@ -381,7 +389,7 @@ def attend(shape: Shape, layer: int, head: int, slot: int, position: int, m: int
             target[d] = source[d]
 
 
-@njit(**COMPILED)
+@compiled
 def attention(shape: Shape, layer: int, thread: int, slots: Any, positions: Any, rows: int, memory: int) -> None:
     """This thread's heads, for all rows."""
     for head in range(shape.heads * thread // shape.threads, shape.heads * (thread + 1) // shape.threads):
@@ -396,7 +404,7 @@ def attention(shape: Shape, layer: int, thread: int, slots: Any, positions: Any,
             m += queries
 
 
-@njit(**COMPILED)
+@compiled
 def add_rows(shape: Shape, result: int, base: int, rows: int, panels: int, until: int) -> None:
     """x = base + result, on the columns of these panels."""
     begin, end = panels * PANEL, min(until * PANEL, shape.width)
@@ -408,7 +416,7 @@ def add_rows(shape: Shape, result: int, base: int, rows: int, panels: int, until
             x[i] = old[i] + new[i]
 
 
-@njit(**COMPILED)
+@compiled
 def forward(
     shape: Shape, table: Any, job: int, thread: int, tokens: Any, slots: Any, positions: Any, wanted: Any,
     rows: int, heads_wanted: int, meetings: int,
@@ -431,24 +439,18 @@ def forward(
         for m in range(low, high):
             normalise(shape.x + m * shape.width_stride, act + m * shape.width_stride, width, at[ATTN_NORM])
             if int8:
-                quantise(
-                    act + m * shape.width_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP
-                )
+                quantise(act + m * shape.width_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP)
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(3 * width, thread, threads)
-        multiply(
-            int8, at[QKV], depth, begin, end, values, stride, rows, at[QKV_BIAS], shape.qkv, shape.qkv_stride
-        )
+        multiply(int8, at[QKV], depth, begin, end, values, stride, rows, at[QKV_BIAS], shape.qkv, shape.qkv_stride)
         meetings = meet(job, threads, meetings)
         attention(shape, layer, thread, slots, positions, rows, memory)
         meetings = meet(job, threads, meetings)
         mixed, mixed_stride = shape.mixed, shape.width_stride
         if int8:
             for m in range(low, high):
-                quantise(
-                    mixed + m * mixed_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP
-                )
+                quantise(mixed + m * mixed_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP)
             if not alone:
                 meetings = meet(job, threads, meetings)
             mixed, mixed_stride = codes, shape.codes_stride
@@ -462,15 +464,11 @@ def forward(
         for m in range(low, high):
             normalise(shape.x + m * shape.width_stride, act + m * shape.width_stride, width, at[MLP_NORM])
             if int8:
-                quantise(
-                    act + m * shape.width_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP
-                )
+                quantise(act + m * shape.width_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP)
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(shape.hidden, thread, threads)
-        multiply(
-            int8, at[UP], depth, begin, end, values, stride, rows, at[UP_BIAS], shape.middle, shape.middle_stride
-        )
+        multiply(int8, at[UP], depth, begin, end, values, stride, rows, at[UP_BIAS], shape.middle, shape.middle_stride)
         for m in range(rows):
             row = shape.middle + m * shape.middle_stride
             activate(carray(lanes.floats_at(row + begin * PANEL * 4), ((end - begin) * PANEL,)), shape.activation)
@@ -491,10 +489,8 @@ def forward(
     return head(shape, table, job, thread, wanted, heads_wanted, depth, meetings)
 
 
-@njit(**COMPILED)
-def head(
-    shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int, depth: int, meetings: int
-) -> int:
+@compiled
+def head(shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int, depth: int, meetings: int) -> int:
     """Final norm and output head of the wanted rows."""
     threads, at = shape.threads, table[shape.layers * PER_LAYER :]
     for m in range(rows * thread // threads, rows * (thread + 1) // threads):
@@ -507,13 +503,11 @@ def head(
     meetings = meet(job, threads, meetings)
     values, stride = (shape.codes, shape.codes_stride) if shape.int8 else (shape.act, shape.width_stride)
     begin, end = share(shape.vocab, thread, threads)
-    multiply(
-        shape.int8, at[HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride
-    )
+    multiply(shape.int8, at[HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride)
     return meet(job, threads, meetings)
 
 
-@njit(**COMPILED)
+@compiled
 def lead(
     shape: Shape, table: Any, job: Any, address: int, number: int, tokens: Any, slots: Any, positions: Any,
     wanted: Any, rows: int, heads_wanted: int, meetings: int,
@@ -524,7 +518,7 @@ def lead(
     return forward(shape, table, address, 0, tokens, slots, positions, wanted, rows, heads_wanted, meetings)
 
 
-@njit(**COMPILED)
+@compiled
 def follow(
     shape: Shape, table: Any, job: Any, address: int, thread: int, done: int, tokens: Any, slots: Any,
     positions: Any, wanted: Any, meetings: int, patience: int,

@@ -12,7 +12,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
+from numba.extending import intrinsic as numba_intrinsic
 
 from plume.generate.layout import GROUP, LANES, PANEL
 
@@ -26,6 +26,11 @@ ARM = platform.machine().lower() in ("arm64", "aarch64")
 SIGNED_DOT = ARM and bool(FEATURES.get("dotprod"))  # weights are brought back to signed bytes before the product
 WIDE = bool(FEATURES.get("avx512f"))
 TILE_TOKENS = (12, 8, 4, 2, 1) if WIDE else (3, 2, 1)  # as many sums as the registers hold, then the remainders
+
+
+def intrinsic(function: Callable[..., Any]) -> Any:
+    """What compiled code can call and Python cannot."""
+    return numba_intrinsic(function)
 
 
 def _at(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
@@ -192,7 +197,9 @@ def int8_tile(tokens: int, panels: int) -> Any:
                     quad = builder.add(builder.mul(j, ir.Constant(I64, 16)), ir.Constant(I64, 4 * u))
                     row = builder.mul(quad, ir.Constant(I64, PANEL))
                     w = [
-                        _load(builder, base, builder.add(row, ir.Constant(I64, 2 * PANEL + v * 4 * LANES)), INTS, align=64)
+                        _load(
+                            builder, base, builder.add(row, ir.Constant(I64, 2 * PANEL + v * 4 * LANES)), INTS, align=64
+                        )
                         for base in bases
                         for v in range(vectors)
                     ]

@@ -107,7 +107,12 @@ def entries(state: Mapping[str, Array], config: ModelConfig, precision: Precisio
             vector(f"{mlp}.down"),
         ]
         before_attention = norm(f"{block}.mlp.norm")
-    return [*table, _positions(state, config), before_attention if post else norm("body.norm"), _head(state, config, panels)]
+    return [
+        *table,
+        _positions(state, config),
+        before_attention if post else norm("body.norm"),
+        _head(state, config, panels),
+    ]
 
 
 def _positions(state: Mapping[str, Array], config: ModelConfig) -> Array:
@@ -173,7 +178,7 @@ def write(packed: Packed, path: Path) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         try:
             file.write(lead.to_bytes(8, "little") + text.ljust(lead - 8))
-            file.write(memoryview(packed.block))
+            packed.block.tofile(file)
             file.close()
             os.replace(file.name, path)
         except BaseException:

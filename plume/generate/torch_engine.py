@@ -85,8 +85,9 @@ class TorchEngine:
         body = self.model.body
         assert isinstance(body, EncoderDecoder), "only an encoder-decoder has a source"
         memory = body.encoder(torch.tensor([list(source)], device=self.device))  # (1, S, D)
-        pairs = [block.cross.inner.keys_and_values(memory) for block in body.decoder.blocks]  # type: ignore[union-attr]
-        self.memories[slot] = [(k[0], v[0]) for k, v in pairs]
+        cache = Cache(self.config, 1, 0, device=self.device, dtype=memory.dtype)
+        pairs = [body.decoder.remember(layer, memory, cache) for layer in range(self.config.decoder_layers)]
+        self.memories[slot] = [(pair[0][0], pair[1][0]) for pair in pairs if pair is not None]
         self.rewind(slot, 0)
 
     @torch.inference_mode()
@@ -95,8 +96,7 @@ class TorchEngine:
         results: dict[int, Logits] = {}
         for _, group in groupby(order, key=lambda i: len(feeds[i].tokens)):  # equal lengths need no padding
             members = list(group)
-            for i, logits in zip(members, self._together([feeds[i] for i in members]), strict=True):
-                results[i] = logits
+            results |= zip(members, self._together([feeds[i] for i in members]), strict=True)
         return np.concatenate([results[i] for i in range(len(feeds))])
 
     def _together(self, feeds: list[Feed]) -> list[Logits]:

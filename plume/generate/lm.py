@@ -1,0 +1,399 @@
+"""One object for a model folder: generate, stream, next_tokens, suggest, score, fill_mask, embed."""
+
+# N texts, T tokens, D model width, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from plume.config import EngineConfig, SamplingConfig, UserError
+from plume.generate import sampling
+from plume.generate.continuation import Continuation, Generation, Guess, fresh_seed
+from plume.generate.engine import Engine
+from plume.generate.opening import engine_for, open_engine
+from plume.generate.runner import Runner
+from plume.generate.speculate import Draft, check_draft, look_up
+from plume.text import Tokenizer, load_tokenizer
+from plume.weights import load_model, read_config, resolve
+
+if TYPE_CHECKING:
+    from plume.heads import Model
+
+Prompt = str | Sequence[int] | None  # text, token ids, or None for the start token
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """One token that may come next."""
+
+    id: int
+    text: str
+    probability: float
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """What the model thought of one token of a text."""
+
+    id: int
+    text: str
+    logprob: float
+    rank: int  # 0 for the likeliest
+    entropy: float  # of the whole distribution at this place, in nats
+
+
+@dataclass(frozen=True)
+class Score:
+    tokens: tuple[TokenScore, ...]
+
+    @property
+    def logprob(self) -> float:
+        return sum(token.logprob for token in self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        return float(np.exp(-self.logprob / len(self.tokens)))
+
+
+class LM:
+    """A model, its tokenizer and an engine. Weights are read when they are first needed."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        tokenizer: Tokenizer,
+        engine_config: EngineConfig,
+        model: Model | None = None,
+    ) -> None:
+        assert (folder is None) != (model is None)
+        self.folder, self.tokenizer, self.engine_config = folder, tokenizer, engine_config
+        if model is not None:
+            self.__dict__["model"] = model
+            self.config, self.head, self.labels = model.config, model.kind, model.labels
+        elif folder is not None:
+            said = read_config(folder)
+            self.config, self.head, self.labels = said.model, said.head, said.labels
+
+    def __repr__(self) -> str:
+        return f"LM({'in memory' if self.folder is None else str(self.folder)!r}, {self.head})"
+
+    # -- the parts
+
+    @cached_property
+    def engine(self) -> Engine:
+        if self.folder is None:
+            return engine_for(self.model, self.engine_config)
+        return open_engine(self.folder, self.engine_config)
+
+    @cached_property
+    def runner(self) -> Runner:
+        return Runner(self.engine)
+
+    @cached_property
+    def model(self) -> Model:
+        """The torch model; the CPU engine does without it."""
+        assert self.folder is not None
+        return load_model(self.folder)
+
+    @cached_property
+    def draft(self) -> Engine:
+        if self.engine_config.draft is None:
+            raise UserError("speculate=draft needs a draft model; name its folder with draft=")
+        engine = open_engine(self.engine_config.draft, EngineConfig(precision=self.engine_config.precision, slots=1))
+        check_draft(self.engine, engine)
+        return engine
+
+    def close(self) -> None:
+        """Give back the engine's threads."""
+        for name in ("engine", "draft"):
+            if name in self.__dict__:
+                self.__dict__.pop(name).close()
+        self.__dict__.pop("runner", None)
+
+    # -- writing
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The ids that a prompt stands for."""
+        if prompt is None:
+            start = self.tokenizer.end if self.tokenizer.start is None else self.tokenizer.start
+            if start is None:
+                raise UserError("this tokenizer has no start token, so a prompt is needed")
+            return [start]
+        if isinstance(prompt, str):
+            if not prompt:
+                raise UserError("the prompt is empty; leave it out for a sample from the start token")
+            return self.tokenizer.encode(prompt)
+        return [int(i) for i in prompt]
+
+    def generate(self, prompt: Prompt = None, config: SamplingConfig | None = None, **fields: Any) -> Generation:
+        """Continue a prompt. Takes a SamplingConfig, its fields by name, or both."""
+        return self.generate_batch([prompt], _sampling(config, fields))[0]
+
+    def generate_batch(self, prompts: Sequence[Prompt], config: SamplingConfig | None = None) -> list[Generation]:
+        """Continue many prompts together; each gets what it would get alone."""
+        config = SamplingConfig() if config is None else config
+        if config.beams > 1:
+            from plume.generate.beam import beam_search
+
+            return [beam_search(self, self.encode(prompt), config) for prompt in prompts]
+        groups = [self.start(prompt, config) for prompt in prompts]
+        for _ in self.runner.run([c for group in groups for c in group]):
+            pass
+        return [best_of([c.result() for c in group], config) for group in groups]
+
+    def start(self, prompt: Prompt, config: SamplingConfig) -> list[Continuation]:
+        """The continuations of one prompt, to be given to a runner."""
+        self._check_writes()
+        tokens, seed = self.encode(prompt), fresh_seed(config)
+        count = config.n if config.best_of is None else config.best_of
+        return [self._continuation(tokens, config, seed, sample) for sample in range(count)]
+
+    def _continuation(self, tokens: list[int], config: SamplingConfig, seed: int, sample: int) -> Continuation:
+        continuation = Continuation(
+            tokens,
+            config,
+            tokenizer=self.tokenizer,
+            context=self.engine.capacity,
+            vocab_size=self.config.vocab_size,
+            seed=seed,
+            sample=sample,
+        )
+        continuation.guess = self._guess(config, continuation)
+        return continuation
+
+    def _guess(self, config: SamplingConfig, continuation: Continuation) -> Guess | None:
+        if config.speculate == "draft":
+            prompt_length, sample = continuation.prompt_length, continuation.sample
+            return Draft(self.draft, config, seed=continuation.seed, sample=sample, prompt_length=prompt_length)
+        return look_up if config.speculate == "lookup" else None
+
+    def stream(self, prompt: Prompt = None, config: SamplingConfig | None = None, **fields: Any) -> Iterator[str]:
+        """The same as generate, piece by piece, never with a part of a character."""
+        settings = _sampling(config, fields)
+        if settings.n != 1 or settings.beams != 1 or settings.best_of is not None:
+            raise UserError("only a single sample can be streamed; leave n, best_of and beams out")
+        (continuation,) = self.start(prompt, settings)
+        return self._pieces(continuation)
+
+    def _pieces(self, continuation: Continuation) -> Iterator[str]:
+        for moved in self.runner.run([continuation]):
+            if piece := moved.news():
+                yield piece
+
+    def _check_writes(self) -> None:
+        if self.head != "next-token":
+            raise UserError(f"this model has a {self.head} head and does not write text")
+        if self.config.decoder_layers:
+            raise UserError("this model answers to a source text: use translate")
+
+    def translate(self, source: str, config: SamplingConfig | None = None, **fields: Any) -> Generation:
+        """What an encoder-decoder answers to a source text, by beam search (or greedily with beams=1)."""
+        from plume.generate.beam import beam_search
+
+        if not self.config.decoder_layers:
+            raise UserError("only an encoder-decoder translates; use generate")
+        settings = _sampling(config, {"beams": 4, "length_penalty": 0.6, **fields} if config is None else fields)
+        return beam_search(self, self.encode(None), settings, source=self.encode(source))
+
+    # -- looking
+
+    def next_tokens(self, prompt: Prompt = None, k: int = 10) -> list[NextToken]:
+        """The k likeliest next tokens with their probabilities."""
+        if k < 1:
+            raise UserError(f"k={k} must be at least 1, for example 10")
+        self._check_writes()
+        tokens = self._fitting(self.encode(prompt))
+        logprobs = sampling.log_softmax(self.runner.look(tokens)[-1][: self.tokenizer.vocab_size])
+        ids = sampling.largest(logprobs, min(k, len(logprobs)))
+        return [NextToken(int(i), self.text_of(int(i)), float(np.exp(logprobs[i]))) for i in ids]
+
+    def _fitting(self, tokens: list[int]) -> list[int]:
+        from plume.generate.continuation import fit_prompt
+
+        return fit_prompt(tokens, SamplingConfig(), self.engine.capacity + 1, self.config.vocab_size)
+
+    def text_of(self, id: int) -> str:
+        return self.tokenizer.piece_bytes(id).decode(errors="replace")
+
+    def suggest(self, text: str, n: int = 3) -> list[str]:
+        """Whole words that may come next, or complete the last one, as a keyboard suggests them."""
+        self._check_writes()
+        config = SamplingConfig(temperature=0, max_new_tokens=8, heal=not text.endswith((" ", "\n")), n=1)
+        first = self._continuation(self.encode(text), config, seed=0, sample=0)
+        if first.owed:
+            from plume.generate.continuation import healing
+
+            allowed = np.array(healing(self.tokenizer).starting_with(first.owed))
+        else:
+            allowed = np.arange(min(self.tokenizer.vocab_size, self.config.vocab_size))
+        logits = self.runner.look(first.tokens)[-1]
+        best = allowed[sampling.largest(logits[allowed], min(4 * n, len(allowed)))]
+        words = list[str]()
+        for token in best:
+            word = self._finish_word(first.tokens, int(token), first.owed)
+            if word.strip() and word not in words:
+                words.append(word)
+            if len(words) == n:
+                break
+        return words
+
+    def _finish_word(self, tokens: list[int], token: int, owed: bytes) -> str:
+        """The token and what most likely follows until a new word begins."""
+        word = [token]
+        while len(word) < 8 and len(tokens) + len(word) < self.engine.capacity:
+            logits = self.runner.look([*tokens, *word])[-1][: self.tokenizer.vocab_size]
+            following = int(np.argmax(logits))
+            opens = bool(self.tokenizer.word_starts([word[-1], following])[1])
+            if opens or not self.text_of(following).strip(" \n\t.,;:!?\"'()"):
+                break
+            word.append(following)
+        return self.tokenizer.decode_bytes(word)[len(owed) :].decode(errors="replace")
+
+    def score(self, text: str | Sequence[int], *, stride: int | None = None) -> Score:
+        """Log-probability, rank and entropy of each token. Long texts are read in windows that overlap."""
+        self._check_writes()
+        tokens = self.encode(text)
+        if not tokens:
+            raise UserError("there is no text to score")
+        start = self.tokenizer.end if self.tokenizer.start is None else self.tokenizer.start
+        window = [start, *tokens] if start is not None else tokens
+        if len(window) < 2:
+            raise UserError("one token alone cannot be scored: this tokenizer has no start token")
+        context = self.engine.capacity
+        stride = context // 2 if stride is None else stride
+        scores, done = list[TokenScore](), 1
+        while done < len(window):
+            begin = 0 if done < context else done - (context - stride)
+            part = window[begin : begin + context]
+            scores += self._score_window(part, done - begin)
+            done = begin + len(part)
+        return Score(tuple(scores))
+
+    def _score_window(self, part: list[int], first: int) -> list[TokenScore]:
+        """Scores of the tokens from `first` on, a few rows at a time: all logits at once would be large."""
+        scores, rows = list[TokenScore](), 64
+        for at in range(first, len(part), rows):
+            until = min(at + rows, len(part))
+            logits = self.runner.look(part[: until - 1], until - at)[:, : self.tokenizer.vocab_size]
+            for i, row in zip(range(at, until), logits, strict=True):
+                logprobs = sampling.log_softmax(row)
+                likely = logprobs[part[i]]
+                entropy = -float(np.sum(np.exp(logprobs) * np.maximum(logprobs, -1e30)))
+                rank = int(np.sum(logprobs > likely))
+                scores.append(TokenScore(part[i], self.text_of(part[i]), float(likely), rank, entropy))
+        return scores
+
+    # -- encoders
+
+    def fill_mask(self, text: str, k: int = 5) -> list[list[NextToken]]:
+        """For each mask in the text, the k likeliest tokens there."""
+        import torch
+
+        if self.head not in ("masked-token", "pretraining") or self.tokenizer.mask is None:
+            raise UserError(f"a model with a {self.head} head cannot fill a mask; one with a masked-token head can")
+        ids, segments = self.tokenizer.wrap(self.tokenizer.encode(text, allow_special=True))
+        places = [i for i, token in enumerate(ids) if token == self.tokenizer.mask]
+        if not places:
+            raise UserError(f"the text has no {self.tokenizer.token(self.tokenizer.mask)}")
+        if len(ids) > self.config.context:
+            raise UserError(f"the text has {len(ids)} tokens, the context holds {self.config.context}")
+        with torch.inference_mode():
+            given = torch.tensor([segments]) if self.config.segments > 1 else None
+            logits = self.model(torch.tensor([ids]), segments=given)[0].numpy()  # (T, V)
+        answers = []
+        for place in places:
+            logprobs = sampling.log_softmax(logits[place][: self.tokenizer.vocab_size])
+            best = sampling.largest(logprobs, min(k, len(logprobs)))
+            answers.append([NextToken(int(i), self.text_of(int(i)), float(np.exp(logprobs[i]))) for i in best])
+        return answers
+
+    def embed(
+        self, texts: Sequence[str], *, pool: Literal["mean", "summary"] = "mean", batch: int = 16
+    ) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """One vector per text: the mean of the last hidden states, or the family's own summary. (N, D)"""
+        import torch
+
+        from plume.heads import Summary
+
+        body, rows = self.model.body, list[np.ndarray[Any, Any]]()
+        if self.config.decoder_layers:
+            body = body.encoder  # type: ignore[assignment]
+        summary = next((m for m in self.model.modules() if isinstance(m, Summary)), None)
+        if pool == "summary" and summary is None:
+            raise UserError("this model has no summary of its own; pool=mean always works")
+        encoded = [self.tokenizer.wrap(self.tokenizer.encode(text))[0][: self.config.context] for text in texts]
+        if empty := [i for i, ids in enumerate(encoded) if not ids]:
+            raise UserError(f"text {empty[0]} is empty")
+        for at in range(0, len(encoded), batch):
+            part = encoded[at : at + batch]
+            lengths = torch.tensor([len(ids) for ids in part])
+            width = int(lengths.max())
+            tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids in part])
+            with torch.inference_mode():
+                hidden = body(tokens, lengths=lengths)  # (N, T, D)
+                if pool == "summary" and summary is not None:
+                    rows.append(summary(hidden, lengths).numpy())
+                    continue
+                real = (torch.arange(width) < lengths[:, None])[..., None]
+                rows.append(((hidden * real).sum(1) / lengths[:, None]).numpy())
+        return np.concatenate(rows)
+
+
+def best_of(results: Sequence[Generation], config: SamplingConfig) -> Generation:
+    """The first of the n to be returned, carrying all of them."""
+    if config.best_of is not None:
+        results = sorted(results, key=lambda r: -r.mean_logprob)[: config.n]
+    if len(results) == 1:
+        return results[0]
+    first = results[0]
+    return Generation(**{**_shallow(first), "samples": tuple(results)})
+
+
+def _shallow(result: Generation) -> dict[str, Any]:
+    return {name: getattr(result, name) for name in result.__dataclass_fields__}
+
+
+def _sampling(config: SamplingConfig | None, fields: dict[str, Any]) -> SamplingConfig:
+    """A config with fields laid over it; unknown names are refused with the nearest right one."""
+    from plume.config import did_you_mean
+
+    known = SamplingConfig.__dataclass_fields__
+    for name in fields:
+        if name not in known:
+            raise UserError(f"there is no option {name!r}{did_you_mean(name, known)}")
+    for name in ("stop", "stop_tokens"):
+        if name in fields:
+            value = fields[name]
+            fields[name] = (value,) if isinstance(value, str | int) else tuple(value)
+    return SamplingConfig(**{**({} if config is None else asdict(config)), **fields})
+
+
+def load(
+    name: str | Path,
+    *,
+    engine: Literal["auto", "cpu", "torch"] = "auto",
+    precision: Literal["float32", "int8", "bfloat16", "float16"] = "float32",
+    device: str | None = None,
+    threads: int | None = None,
+    slots: int = 8,
+    compile: bool = False,
+    draft: str | Path | None = None,
+) -> LM:
+    """Open a model folder, a run folder or a hub name."""
+    folder = resolve(name)
+    settings = EngineConfig(
+        engine=engine,
+        precision=precision,
+        device=device,
+        threads=threads,
+        slots=slots,
+        compile=compile,
+        draft=None if draft is None else Path(draft),
+    )
+    return LM(folder, load_tokenizer(folder), settings)
