@@ -117,7 +117,9 @@ def finish(
         for split, shard in copy(chosen, work / "done", dtype, separator):
             shards[split].append(shard)
     if not shards["train"]:
-        raise UserError(f"no document is left of {', '.join(config.paths)}; the reasons are in {work}/*.json")
+        raise UserError(
+            f"validation={config.validation} leaves nothing to train on; a smaller share, such as 0.01, would"
+        )
     return Manifest(
         format=FORMAT,
         tokenizer=tokenizer.hash,

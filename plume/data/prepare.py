@@ -18,9 +18,10 @@ from plume.data.finish import finish, publish
 from plume.data.pool import run_pieces
 from plume.data.readers import read_documents
 from plume.data.report import make_report
+from plume.data.rows import Tally
 from plume.data.shards import FORMAT, MANIFEST, Manifest, aside, read_manifest, write_json
 from plume.data.sources import Piece, plan_pieces
-from plume.text import Tokenizer, load_tokenizer
+from plume.text import Tokenizer, load_tokenizer, train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ def prepare(config: DataConfig) -> Prepared:
             stream.write(held_out_index(config).tobytes())
     run_pieces(config, work, [p for p in pieces if not is_done(work, p)], sum(p.size for p in pieces))
     results = [json.loads((work / f"{p.number:05}.json").read_text()) for p in pieces]
+    if not any(r["entries"] for r in results):
+        raise nothing_left(config, work, [Tally.of(r["left_out"]) for r in results])
     dropped = find_duplicates(config.clean, work, [r["entries"] for r in results])
     manifest = finish(config, work, pieces, dropped, tokenizer, fingerprint)
     report = make_report(config, pieces, results, dropped, manifest, time.perf_counter() - began)
@@ -81,7 +84,7 @@ def open_work(config: DataConfig, work: Path, fingerprint: str) -> None:
     """The folder of unfinished work: the one of the run before, if that was the same run."""
     plan = work / "plan.json"
     if plan.is_file() and json.loads(plan.read_text())["fingerprint"] != fingerprint:
-        if not config.overwrite:
+        if any(work.glob("[0-9]*.json")) and not config.overwrite:
             raise UserError(
                 f"{config.folder} holds unfinished data of other texts or settings; finish that run, "
                 "choose another folder, or overwrite=true to drop it"
@@ -98,9 +101,7 @@ def the_tokenizer(config: DataConfig, work: Path) -> Tokenizer:
         if config.tokenizer.folder is not None:
             tokenizer = load_tokenizer(config.tokenizer.folder)
         else:
-            from plume.text import train_tokenizer
-
-            tokenizer = train_tokenizer(config.tokenizer, training_texts(config))
+            tokenizer = train_tokenizer(config.tokenizer, training_texts(config, work))
         half = work / ".tokenizer"
         shutil.rmtree(half, ignore_errors=True)
         tokenizer.save(half)
@@ -108,11 +109,27 @@ def the_tokenizer(config: DataConfig, work: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def training_texts(config: DataConfig) -> Iterator[str]:
-    for document in read_documents(config):
+def training_texts(config: DataConfig, work: Path) -> Iterator[str]:
+    tally, count = Tally(), 0
+    for document in read_documents(config, tally):
+        count += 1
         yield document.text
         if document.target is not None:
             yield document.target
+    if not count:
+        raise nothing_left(config, work, [tally])
+
+
+def nothing_left(config: DataConfig, work: Path, tallies: list[Tally]) -> UserError:
+    """Why there is no document at all; there is nothing to go on with either."""
+    shutil.rmtree(work)
+    if not any(config.folder.iterdir()):
+        config.folder.rmdir()
+    tally = Tally()
+    for other in tallies:
+        tally.merge(other)
+    reasons = [f"{count} x {reason}; first at {tally.first[reason]}" for reason, count in tally.counts.most_common()]
+    return UserError("\n  ".join([f"no document is left of {', '.join(config.paths)}", *reasons]))
 
 
 def is_done(work: Path, piece: Piece) -> bool:

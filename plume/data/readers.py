@@ -19,6 +19,7 @@ from plume.data.rows import (
     open_bytes,
     parquet_rows,
     parse_line,
+    skip_to,
     suffix_of,
 )
 from plume.data.sources import Part, Piece, plan_pieces
@@ -114,9 +115,11 @@ def from_rows(rows: Iterable[Row], path: str, config: DataConfig, tally: Tally) 
         text = row.get(config.field)
         target = None if config.target_field is None else row.get(config.target_field)
         if not isinstance(text, str):
-            tally.add(f"no text in the field {config.field!r}; there is {', '.join(map(repr, row))}", where)
+            tally.add(f"no text in the field {config.field!r}", f"{where}, which has {', '.join(map(repr, row))}")
         elif config.target_field is not None and not isinstance(target, str):
-            tally.add(f"no text in the field {config.target_field!r}; there is {', '.join(map(repr, row))}", where)
+            tally.add(
+                f"no text in the field {config.target_field!r}", f"{where}, which has {', '.join(map(repr, row))}"
+            )
         else:
             url, score = row.get(config.url_field), number_or_none(row.get(config.score_field))
             yield Document(text, where, url if isinstance(url, str) else None, score, target)
@@ -133,7 +136,7 @@ def lines_between(stream: BinaryIO, part: Part) -> Iterator[tuple[int, bytes]]:
     """(byte offset, line) of the lines that begin inside the part."""
     place = part.start
     if part.start > 0:
-        stream.seek(part.start - 1)
+        skip_to(stream, part.start - 1)
         place += len(stream.readline()) - 1  # the line that this ends belongs to the part before
     while part.stop is None or place < part.stop:
         line = stream.readline(LONGEST_LINE)
@@ -213,8 +216,7 @@ def spelled(data: bytes, where: str, config: DataConfig, tally: Tally, *, goes_o
 def blocks(stream: BinaryIO, part: Part, pattern: re.Pattern[bytes], size: int) -> Iterator[tuple[bytes, int]]:
     """(block, its first byte's offset): the part in stretches of about `size`, each cut at a good place."""
     base = max(0, part.start - LOOKBACK)
-    if base:
-        stream.seek(base)
+    skip_to(stream, base)
     data, start = b"", part.start
     while part.stop is None or start < part.stop:
         stop = start + size if part.stop is None else part.stop

@@ -7,6 +7,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -50,7 +51,7 @@ def suffix_of(path: Path) -> str:
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """The bytes of a file, decompressed on the way; it seeks forward whatever the compression."""
+    """The bytes of a file, decompressed on the way."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         import gzip
@@ -62,6 +63,15 @@ def open_bytes(path: Path) -> BinaryIO:
         raw = path.open("rb")
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=True))
     return path.open("rb")
+
+
+def skip_to(stream: BinaryIO, place: int) -> None:
+    """Go on from a byte of a stream that nothing was read from yet; a compressed one is read up to there."""
+    if isinstance(getattr(stream, "raw", None), io.FileIO):
+        stream.seek(place)
+        return
+    while place > 0 and (block := stream.read(min(place, 1 << 20))):
+        place -= len(block)
 
 
 def read_rows(
@@ -124,28 +134,44 @@ def as_row(value: Any, where: str, tally: Tally | None) -> Row | None:
     return value
 
 
+@contextmanager
+def as_text(stream: BinaryIO, newline: str | None = None) -> Iterator[io.TextIOWrapper]:
+    """Characters instead of bytes; what is not UTF-8 is kept apart for `readable` to find."""
+    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+    try:
+        yield text
+    finally:
+        text.detach()  # the bytes are closed by whoever opened them
+
+
 def json_rows(stream: BinaryIO, path: Path, tally: Tally | None) -> Iterator[Row]:
     """Elements of one JSON list, or objects one after the other, without holding the whole file."""
+    with as_text(stream) as text:
+        for number, value in enumerate(json_values(text), 1):
+            where = f"{path} element {number}"
+            if isinstance(value, json.JSONDecodeError):
+                reject("not JSON from here on", where, tally)
+            elif (row := as_row(value, where, tally)) is not None and readable(row.values(), where, tally):
+                yield row
+
+
+def json_values(text: io.TextIOWrapper) -> Iterator[Any]:
+    """Values between commas or brackets; the error, as the last one, if the rest cannot be understood."""
     decoder = json.JSONDecoder()
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape")
-    buffer, place, number, more = "", 0, 0, True
+    buffer, place, more = "", 0, True
     while True:
         while place < len(buffer) and buffer[place] in "[], \t\r\n":
             place += 1
         try:
             value, place = decoder.raw_decode(buffer, place)
-        except json.JSONDecodeError:
+            yield value
+        except json.JSONDecodeError as error:
             if not more or len(buffer) - place > LONGEST_LINE:
                 if buffer[place:].strip():
-                    reject("not JSON from here on", f"{path} element {number + 1}", tally)
+                    yield error
                 return
             chunk = text.read(max(1 << 20, len(buffer) - place))  # doubling keeps a giant element linear
             buffer, place, more = buffer[place:] + chunk, 0, bool(chunk)
-            continue
-        number += 1
-        where = f"{path} element {number}"
-        if (row := as_row(value, where, tally)) is not None and readable(row.values(), where, tally):
-            yield row
 
 
 def readable(cells: Iterable[Any], where: str, tally: Tally | None) -> bool:
@@ -160,22 +186,21 @@ def readable(cells: Iterable[Any], where: str, tally: Tally | None) -> bool:
 def csv_rows(
     stream: BinaryIO, path: Path, *, tab: bool, columns: Sequence[str] | None, tally: Tally | None
 ) -> Iterator[tuple[int, Row]]:
+    """(line number, row); tabs part cells as they stand, commas may stand in quotes."""
     csv.field_size_limit(LONGEST_LINE)
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
     quoting: Any = csv.QUOTE_NONE if tab else csv.QUOTE_MINIMAL
-    reader = csv.reader(text, delimiter="\t" if tab else ",", quoting=quoting)
-    try:
-        names = list(columns) if columns is not None else next(reader, [])
-        for cells in reader:
-            where = f"{path} line {reader.line_num}"
-            if not cells:
-                continue
-            if len(cells) != len(names):
-                reject(f"not the {len(names)} columns of the header", where, tally)
-            elif readable(cells, where, tally):
-                yield reader.line_num, dict(zip(names, cells, strict=True))
-    except csv.Error as error:
-        reject(f"not CSV ({error})", f"{path} line {reader.line_num}", tally)
+    with as_text(stream, newline="") as text:
+        reader = csv.reader(text, delimiter="\t" if tab else ",", quoting=quoting)
+        try:
+            names = list(columns) if columns is not None else next(reader, [])
+            for cells in reader:
+                where = f"{path} line {reader.line_num}"
+                if cells and len(cells) != len(names):
+                    reject(f"not the {len(names)} columns of the header", where, tally)
+                elif cells and readable(cells, where, tally):
+                    yield reader.line_num, dict(zip(names, cells, strict=True))
+        except csv.Error as error:
+            reject(f"not CSV ({error})", f"{path} line {reader.line_num}", tally)
 
 
 def parquet_rows(path: Path, groups: Sequence[int] | None = None) -> Iterator[Row]:

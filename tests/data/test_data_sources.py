@@ -1,0 +1,317 @@
+"""Every kind of file gives the same documents, cut anywhere; what cannot be read is counted with reason and place."""
+
+import csv
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plume.config import DataConfig, TokenizerConfig, UserError
+from plume.data import Tally, read_documents, read_rows
+from plume.data.readers import read_part, read_piece
+from plume.data.sources import Part, Piece, cut_file, find_files, plan_pieces
+from plume.text import train_tokenizer
+
+TEXTS = ["first text,\nwith two lines", 'second "quoted" text', "dritter Text: äöü €", "第四"]
+
+
+def config(*paths, **options):
+    return DataConfig(paths=tuple(map(str, paths)), folder=Path("unused"), **options)
+
+
+def texts_of(*paths, **options):
+    return [d.text for d in read_documents(config(*paths, **options))]
+
+
+def write(folder: Path, kind: str) -> Path:
+    path = folder / f"data{kind}"
+    lines = "".join(json.dumps({"text": t, "score": 2}) + "\n" for t in TEXTS).encode()
+    if kind == ".jsonl":
+        path.write_bytes(lines)
+    elif kind == ".jsonl.gz":
+        path.write_bytes(gzip.compress(lines))
+    elif kind == ".jsonl.zst":
+        path.write_bytes(zstandard.compress(lines))
+    elif kind == ".json":
+        path.write_text(json.dumps(TEXTS, indent=1))
+    elif kind == ".csv":
+        with path.open("w", newline="") as stream:
+            csv.writer(stream).writerows([["text", "score"], *([t, 2] for t in TEXTS)])
+    elif kind == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+    elif kind == "":
+        path.mkdir()
+        for n, t in enumerate(TEXTS):
+            (path / f"{n}.txt").write_text(t)
+        (path / ".hidden.txt").write_text("not this")
+        (path / "picture.png").write_bytes(b"\x89PNG")
+    return path
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".csv", ".parquet", ""])
+def test_every_kind_gives_the_same_documents(tmp_path, kind):
+    assert texts_of(write(tmp_path, kind)) == TEXTS
+
+
+def test_globs_and_fields(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"body": name, "link": "http://x.org", "karma": "3"}) + "\n")
+    read = config(tmp_path / "*.jsonl", field="body", url_field="link", score_field="karma")
+    assert [(d.text, d.url, d.score) for d in read_documents(read)] == [
+        ("a", "http://x.org", 3.0),
+        ("b", "http://x.org", 3.0),
+    ]
+
+
+def test_broken_rows_are_counted_with_reason_and_place(tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(
+        b'{"text": "good"}\n{"text": \n\n{"text": "\xff\xfe"}\n[1]\n{"title": "x"}\n'
+        b'{"text": "  "}\n"bare"\n{"text": "\\ud800"}\n'
+    )
+    tally = Tally()
+    assert [d.text for d in read_documents(config(path), tally)] == ["good", "bare"]
+    assert tally.counts == {
+        "not JSON": 1,
+        "not UTF-8": 1,
+        "neither an object nor a string": 1,
+        "no text in the field 'text'": 1,
+        "empty": 1,
+        "half characters (lone surrogates)": 1,
+    }
+    assert tally.first["not JSON"] == f"{path} byte 17"
+    assert "'title'" in tally.first["no text in the field 'text'"]
+
+
+def test_rows_of_a_labelled_task_are_strict_unless_counted(tmp_path):
+    path = tmp_path / "task.csv"
+    path.write_text("sentence,label\nfine,1\ntoo,many,cells\nlast,0\n")
+    with pytest.raises(UserError, match=r"task\.csv line 3: not the 2 columns"):
+        list(read_rows(path))
+    tally = Tally()
+    assert list(read_rows(path, tally=tally)) == [
+        (2, {"sentence": "fine", "label": "1"}),
+        (4, {"sentence": "last", "label": "0"}),
+    ]
+    assert sum(tally.counts.values()) == 1
+
+
+def test_rows_of_a_tsv_without_header(tmp_path):
+    path = tmp_path / "cola.tsv"
+    path.write_text('gj04\t1\t\t"Quote" stays.\n')
+    assert list(read_rows(path, columns=["source", "label", "star", "sentence"])) == [
+        (1, {"source": "gj04", "label": "1", "star": "", "sentence": '"Quote" stays.'})
+    ]
+
+
+def test_encodings(tmp_path):
+    (tmp_path / "latin.txt").write_bytes("déjà vu".encode("latin-1"))
+    (tmp_path / "windows.txt").write_bytes("a\r\nb".encode("utf-16"))
+    (tmp_path / "marked.txt").write_bytes("c\r\nd".encode("utf-8-sig"))
+    (tmp_path / "binary.txt").write_bytes(b"\0\1\2")
+    tally = Tally()
+    assert [d.text for d in read_documents(config(tmp_path), tally)] == ["c\nd", "a\nb"]
+    assert tally.counts == {"not utf-8 text": 2}
+    assert texts_of(tmp_path / "latin.txt", encoding="latin-1") == ["déjà vu"]
+
+
+def test_a_damaged_archive_gives_what_is_readable_and_is_counted(tmp_path):
+    whole = gzip.compress("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(5000)).encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "b.jsonl.zst").write_bytes(b"not zstandard at all")
+    (tmp_path / "c.jsonl").write_text('{"text": "after"}\n')
+    tally = Tally()
+    texts = [d.text for d in read_documents(config(tmp_path), tally)]
+    assert texts[0] == "text 0" and texts[-1] == "after" and 10 < len(texts) < 5000
+    assert tally.counts["damaged compression"] >= 2
+
+
+def test_a_missing_path_names_the_nearest(tmp_path):
+    (tmp_path / "shakespeare.txt").write_text("x")
+    with pytest.raises(
+        UserError, match=r"there is no file or folder '.*shakspeare\.txt'; did you mean 'shakespeare\.txt'"
+    ):
+        find_files(str(tmp_path / "shakspeare.txt"))
+    with pytest.raises(UserError, match="no file matches"):
+        find_files(str(tmp_path / "*.jsonl"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no file that can be read"):
+        find_files(str(tmp_path / "empty"))
+
+
+def parts_of(path, read, size):
+    parts = list(cut_file(path, read, size, strips=8))
+    tally = Tally()
+    documents = [d for part in parts for d in read_piece(Piece(0, 0, (part,)), read, tally)]
+    assert not tally.counts.keys() - {"empty"}
+    return parts, documents
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.text(max_size=40), min_size=1, max_size=40), st.integers(1, 300), st.sampled_from(["", ".gz", ".zst"])
+)
+def test_a_jsonl_file_cut_anywhere_gives_every_row_once(tmp_path_factory, texts, size, compression):
+    path = tmp_path_factory.mktemp("cut") / f"a.jsonl{compression}"
+    lines = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[compression]
+    path.write_bytes(pack(lines))
+    _, documents = parts_of(path, config(path), size)
+    broken = [t for t in texts if t.strip() and not any("\ud800" <= c <= "\udfff" for c in t)]
+    assert [d.text for d in documents] == broken
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.sampled_from("ab é€\n\r."), min_size=1, max_size=600), st.integers(1, 200))
+def test_a_text_cut_anywhere_is_whole_again(tmp_path_factory, text, size):
+    path = tmp_path_factory.mktemp("cut") / "a.txt"
+    path.write_bytes(text.encode())
+    read = config(path)
+    parts = list(cut_file(path, read, size, strips=1))
+    tally = Tally()
+    documents = [d for part in parts for d in read_part(part, read, tally)]
+    joined = "".join(d.text for d in documents)
+    assert joined == text.replace("\r\n", "\n")
+    assert [d.goes_on for d in documents] == [n > 0 for n in range(len(documents))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.text(st.sampled_from("ab .é"), min_size=1).filter(str.strip), min_size=1, max_size=20),
+    st.integers(1, 99),
+)
+def test_paragraphs_cut_anywhere_are_the_same(tmp_path_factory, paragraphs, size):
+    path = tmp_path_factory.mktemp("cut") / "a.txt"
+    path.write_text("\n\n".join(p.strip() for p in paragraphs))
+    _, documents = parts_of(path, config(path, documents="paragraph"), size)
+    assert [d.text.strip() for d in documents] == [p.strip() for p in paragraphs]
+
+
+def test_cutting_a_text_never_changes_its_tokens(tmp_path):
+    text = "\n".join(f"def f{n}(x):\n    return x + {n}  \n\n\n# done {n}" for n in range(400))
+    path = tmp_path / "a.py"
+    path.write_text(text)
+    tokenizer = train_tokenizer(TokenizerConfig(vocab_size=400), [text])
+    for size in (100, 999, 5000):
+        parts, documents = parts_of(path, config(path), size)
+        assert len(parts) > 2
+        tokens = [int(i) for d in documents for i in tokenizer.encode(d.text)]
+        assert tokens == tokenizer.encode(text)
+
+
+def test_lines_as_documents(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\ntwo\nthree")
+    _, documents = parts_of(path, config(path, documents="line"), 4)
+    assert [d.text for d in documents] == ["one", "two", "three"]
+
+
+def test_small_files_share_a_piece_and_big_ones_are_cut(tmp_path):
+    for n in range(10):
+        (tmp_path / f"{n}.txt").write_text("x" * 1000)
+    (tmp_path / "big.jsonl").write_text('{"text": "y"}\n' * 200_000)
+    pieces = plan_pieces(config(tmp_path, shard_mb=1))
+    assert [len(p.parts) for p in pieces] == [11, 1, 1]
+    assert [p.number for p in pieces] == [0, 1, 2]
+    assert all(p.size <= 1 << 20 for p in pieces)
+
+
+def test_row_groups_of_a_big_parquet_file_are_pieces(tmp_path):
+    path = tmp_path / "a.parquet"
+    texts = [f"{n} " * 300 for n in range(3000)]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=500, compression="none")
+    pieces = plan_pieces(config(path, shard_mb=1))
+    assert len(pieces) > 1
+    assert texts_of(path, shard_mb=1) == texts
+
+
+def test_the_standard_library_without_its_tests():
+    names = {p.name for p in find_files("python:stdlib")}
+    assert {"os.py", "argparse.py"} <= names
+    assert not any("test" in p.parts for p in find_files("python:stdlib"))
+    assert find_files("python:zstandard")[0].name == "__init__.py"
+    with pytest.raises(UserError, match="no such package is installed"):
+        find_files("python:no_such_package_here")
+
+
+def test_aligned_files(tmp_path):
+    (tmp_path / "en").write_text("one\ntwo\nthree\n")
+    (tmp_path / "de").write_text("eins\nzwei\ndrei\n")
+    read = config(tmp_path / "en", targets=(str(tmp_path / "de"),))
+    assert [(d.text, d.target) for d in read_documents(read)] == [("one", "eins"), ("two", "zwei"), ("three", "drei")]
+    (tmp_path / "de").write_text("eins\nzwei\n")
+    with pytest.raises(UserError, match=r"en has 3 lines and .*de has 2"):
+        list(read_documents(read))
+
+
+PAGE = """<html><head><title>t</title></head><body><nav><a href="/">Home</a> <a href="/x">Menu</a></nav>
+<article><h1>Owls</h1>
+<p>Owls hunt at night and rest during the day, which makes them hard to see for most people who walk in the woods.</p>
+<p>Their feathers are soft at the edges, so that the air passes over them without a sound while they fly.</p></article>
+<footer>Copyright notice</footer></body></html>"""
+
+
+def test_a_web_page_gives_its_article(tmp_path):
+    pytest.importorskip("trafilatura", reason="HTML pages need the extra `web`")
+    (tmp_path / "a.html").write_text(PAGE)
+    (tmp_path / "b.html").write_text("<html></html>")
+    tally = Tally()
+    (document,) = read_documents(config(tmp_path), tally)
+    assert "Owls hunt at night" in document.text and "Menu" not in document.text
+    assert tally.counts == {"no article found in the page": 1}
+
+
+def test_a_warc_file_gives_articles_with_their_addresses(tmp_path):
+    pytest.importorskip("trafilatura", reason="HTML pages need the extra `web`")
+    warcio = pytest.importorskip("warcio", reason="WARC files need the extra `web`")
+    from io import BytesIO
+
+    from warcio.statusandheaders import StatusAndHeaders
+
+    with (tmp_path / "a.warc.gz").open("wb") as stream:
+        writer = warcio.WARCWriter(stream, gzip=True)
+        for url, kind, body in (("http://a.org/owl", "text/html", PAGE), ("http://a.org/p.png", "image/png", "x")):
+            headers = StatusAndHeaders("200 OK", [("Content-Type", kind)], protocol="HTTP/1.0")
+            record = writer.create_warc_record(url, "response", payload=BytesIO(body.encode()), http_headers=headers)
+            writer.write_record(record)
+            record.raw_stream.close()
+    tally = Tally()
+    (document,) = read_documents(config(tmp_path), tally)
+    assert document.url == "http://a.org/owl" and "Owls hunt at night" in document.text
+    assert tally.counts == {"not an HTML page": 1}
+
+
+def test_a_hub_dataset_offline(tmp_path):
+    pytest.importorskip("datasets", reason="hub datasets need the extra `hub`")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder, ".jsonl")
+    script = f"""
+from pathlib import Path
+from plume.config import DataConfig, UserError
+from plume.data import read_documents
+print([d.text for d in read_documents(DataConfig(paths=("hub:{folder}",), folder=Path("unused")))] == {TEXTS!r})
+try:
+    list(read_documents(DataConfig(paths=("hub:no/such:en:test",), folder=Path("unused"))))
+except UserError as error:
+    print(error)
+"""
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    first, second = done.stdout.strip().splitlines()
+    assert first == "True"
+    assert second.startswith("hub:no/such:en:test (offline): ")
+
+
+def test_parts_are_plain_data():
+    piece = Piece(3, 1, (Part("a", 0, 10), Part("b", target="c")))
+    assert Piece.of(json.loads(json.dumps(piece.plain()))) == piece
