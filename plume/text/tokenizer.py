@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -304,7 +305,7 @@ class Tokenizer:
         if d.library is not None:
             backend = backend_for(d)
             backend.add_special_tokens(names)
-            d = replace(d, library=backend.to_str())
+            d = replace(d, library=json.dumps(json.loads(backend.to_str()), ensure_ascii=False, sort_keys=True))
         return Tokenizer(replace(d, tokens=(*d.tokens, *names), added=added))
 
     def save(self, folder: Path | str) -> None:

@@ -1,0 +1,204 @@
+"""Tokenizer folders: `tokenizers` and `transformers` open ours, we open theirs, and bad files are named."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import AutoTokenizer, BertTokenizer, GPT2Tokenizer, OpenAIGPTTokenizer, RobertaTokenizer
+
+from plume.config import TokenizerConfig, UserError
+from plume.text import Tokenizer, load_tokenizer, train_tokenizer
+
+SAMPLE = (
+    "The quick brown fox can't jump over 12 lazy dogs; it's   naïve.\n\n\tdef main(self): return 0x1F\n"
+    "人工智能是计算机科学的一个分支。 🙂👍🏽 the end — “quoted” Straße ÅNGSTRÖM\r\n"
+)
+OTHERS = ["", " ", "\n\n  x", "unseen ∑ letters ж", "don't [MASK] <s> <|endoftext|>", "a" * 120, "の中 mixed中文text"]
+MODELS = [None, "gpt2", "bert", "roberta", "openai-gpt", "distilbert", "marian"]
+KINDS = {
+    "byte-bpe": {"kind": "byte-bpe"},
+    "roberta": {"kind": "byte-bpe", "specials": "roberta"},
+    "gpt1-bpe": {"kind": "gpt1-bpe", "words": "basic"},
+    "gpt1-bpe with an end": {"kind": "gpt1-bpe", "words": "basic", "specials": "gpt2"},
+    "wordpiece": {"kind": "wordpiece"},
+    "cased wordpiece": {"kind": "wordpiece", "lowercase": False},
+    "characters": {"kind": "characters"},
+    "characters with masks": {"kind": "characters", "specials": "roberta"},
+    "bytes": {"kind": "bytes"},
+    "bytes with masks": {"kind": "bytes", "specials": "bert"},
+}
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Tokenizer]:
+    return {
+        name: train_tokenizer(TokenizerConfig(vocab_size=350, **options), [SAMPLE] * 3)  # type: ignore[arg-type]
+        for name, options in KINDS.items()
+    }
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_tokenizers_and_transformers_open_it(trained: dict[str, Tokenizer], name: str, tmp_path: Path) -> None:
+    tokenizer = trained[name]
+    tokenizer.save(tmp_path)
+    library = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    for model in MODELS:
+        if model is not None:
+            (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        assert len(theirs) == tokenizer.vocab_size
+        for text in [SAMPLE, *OTHERS]:
+            ids = tokenizer.encode(text, allow_special=True)
+            assert theirs(text, add_special_tokens=False)["input_ids"] == ids, model
+            assert library.encode(text, add_special_tokens=False).ids == ids
+        one, two = tokenizer.encode(SAMPLE), tokenizer.encode("the dogs")
+        wrapped, segments = tokenizer.wrap(one, two)
+        both = theirs(SAMPLE, "the dogs")
+        assert both["input_ids"] == wrapped and both.get("token_type_ids", segments) == segments
+        assert theirs(SAMPLE)["input_ids"] == tokenizer.wrap(one)[0]
+        assert theirs.decode(one) == tokenizer.decode(one)
+        named = {"start": theirs.bos_token_id, "end": theirs.eos_token_id, "pad": theirs.pad_token_id}
+        named |= {"mask": theirs.mask_token_id, "separator": theirs.sep_token_id, "classify": theirs.cls_token_id}
+        assert {role: i for role, i in named.items() if i is not None} == {
+            role: i for role, i in tokenizer.specials.items() if role != "unknown"
+        }
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_saved_and_loaded_is_the_same(trained: dict[str, Tokenizer], name: str, tmp_path: Path) -> None:
+    tokenizer = trained[name].add_specials(["_more_"])
+    tokenizer.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert again.definition == tokenizer.definition and again.hash == tokenizer.hash
+    assert not list(tmp_path.glob(".*")), "a half-written file was left behind"
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs("x_more_x", add_special_tokens=False)["input_ids"] == again.encode("x_more_x", allow_special=True)
+
+
+@pytest.mark.parametrize("name", ["byte-bpe", "roberta", "gpt1-bpe", "wordpiece", "cased wordpiece"])
+def test_older_files_without_tokenizer_json(trained: dict[str, Tokenizer], name: str, tmp_path: Path) -> None:
+    trained[name].save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    assert load_tokenizer(tmp_path).hash == trained[name].hash
+    if name != "gpt1-bpe":  # whose config says how its words are cut
+        (tmp_path / "tokenizer_config.json").unlink()
+        (tmp_path / "special_tokens_map.json").unlink()
+        assert load_tokenizer(tmp_path).hash == trained[name].hash
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("byte-bpe", GPT2Tokenizer),
+        ("roberta", RobertaTokenizer),
+        ("gpt1-bpe", OpenAIGPTTokenizer),
+        ("wordpiece", BertTokenizer),
+    ],
+)
+def test_folders_that_transformers_writes(
+    trained: dict[str, Tokenizer], name: str, theirs: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plume.text.folder.spacy_installed", lambda: False)  # they never cut words by spaCy
+    trained[name].save(tmp_path / "ours")
+    opened = theirs.from_pretrained(tmp_path / "ours")  # type: ignore[attr-defined]
+    opened.save_pretrained(tmp_path / "theirs")
+    loaded = load_tokenizer(tmp_path / "theirs")
+    assert loaded.kind == trained[name].kind
+    assert loaded.specials == trained[name].specials
+    for text in [SAMPLE, *OTHERS]:
+        assert loaded.encode(text, allow_special=True) == opened(text, add_special_tokens=False)["input_ids"]
+        assert loaded.wrap(loaded.encode(text, allow_special=True))[0] == opened(text)["input_ids"]
+
+
+def test_real_vocabularies_as_transformers_reads_them(shared: Path) -> None:
+    for folder, theirs in (("gpt2", GPT2Tokenizer), ("bert-base-uncased", BertTokenizer)):
+        ours, opened = (
+            load_tokenizer(shared / "tokenizers" / folder),
+            theirs.from_pretrained(shared / "tokenizers" / folder),
+        )
+        for text in [SAMPLE, *OTHERS]:
+            assert ours.wrap(ours.encode(text, allow_special=True))[0] == opened(text)["input_ids"]
+            assert ours.decode(ours.encode(text)) == opened.decode(ours.encode(text))
+
+
+def test_an_unknown_cut_runs_in_the_library(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    trained["byte-bpe"].save(tmp_path)
+    foreign = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    foreign.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\p{N}{1,3}| ?\p{L}+"), "isolated"),
+            pre_tokenizers.ByteLevel(False, use_regex=False),
+        ]
+    )
+    foreign.enable_truncation(2)
+    foreign.save(str(tmp_path / "tokenizer.json"))
+    foreign.no_truncation()
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.kind == "library" and loaded.end == trained["byte-bpe"].end
+    for text in [SAMPLE, *OTHERS]:
+        assert loaded.encode(text, allow_special=True) == foreign.encode(text).ids
+        assert loaded.encode_batch([text])[0].tolist() == loaded.encode(text)
+        assert loaded.decode(loaded.encode(text)) == text == loaded.decode_bytes(loaded.encode(text)).decode()
+        streamer = loaded.streamer()
+        assert "".join([streamer.push(i) for i in loaded.encode(text)] + [streamer.flush()]) == text
+    more = loaded.add_specials(["_start_"])
+    more.save(tmp_path / "more")
+    again = load_tokenizer(tmp_path / "more")
+    assert again.hash == more.hash and again.encode("_start_", allow_special=True) == [loaded.vocab_size]
+
+
+def change(path: Path, **sections: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | sections))
+
+
+def test_small_differences_are_not_overlooked(trained: dict[str, Tokenizer], tmp_path: Path) -> None:
+    """Each of these changes ids, so none may be taken for the kind that Plume knows."""
+    prefix = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    for sections in ({"pre_tokenizer": prefix}, {"normalizer": {"type": "NFC"}}):
+        trained["byte-bpe"].save(tmp_path)
+        change(tmp_path / "tokenizer.json", **sections)
+        loaded = load_tokenizer(tmp_path)
+        assert loaded.kind == "library"
+        assert loaded.encode("e\u0301 x") == Backend.from_file(str(tmp_path / "tokenizer.json")).encode("e\u0301 x").ids
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("tokenizer.json", '{"version": "1.0", "added', "tokenizer.json is not whole JSON: .* at line 1"),
+        ("tokenizer.json", "[]", "should hold a JSON object, not list"),
+        ("tokenizer.json", "{}", "is not a tokenizer.json: .*'model'"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not whole JSON"),
+        ("vocab.json", '{"a": 0, "b": 2}', "vocab.json: the ids are not 0 to 1"),
+        ("vocab.json", '{"a": 0}', "neither a byte-level vocabulary .* nor GPT-1's"),
+        ("merges.txt", "#version: 0.2\nq zzz\n", "merges.txt, line 2: 'q zzz' is not a merge"),
+        ("merges.txt", None, "merges.txt is missing"),
+        ("vocab.txt", "a\nb\n", "vocab.txt is not a WordPiece vocabulary"),
+        ("vocab.txt", "[UNK]\na\n##b\na\n", "vocab.txt has a token twice: 'a'"),
+    ],
+)
+def test_bad_files_are_named(
+    trained: dict[str, Tokenizer], tmp_path: Path, file: str, content: str | None, message: str
+) -> None:
+    trained["wordpiece" if file == "vocab.txt" else "byte-bpe"].save(tmp_path)
+    if not file.startswith("tokenizer"):
+        (tmp_path / "tokenizer.json").unlink()
+    if content is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_text(content)
+        (tmp_path / "merges.txt").write_text("" if file == "vocab.json" else content if file == "merges.txt" else "")
+    with pytest.raises(UserError, match=message):
+        load_tokenizer(tmp_path)
+
+
+def test_missing_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"there is no tokenizer folder .*nowhere"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"holds no tokenizer: it needs tokenizer.json, or"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "vocab.txt").write_bytes(b"[UNK]\n\xff\n")
+    with pytest.raises(UserError, match=r"vocab.txt is not UTF-8"):
+        load_tokenizer(tmp_path)
