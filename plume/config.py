@@ -276,6 +276,20 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """A first model, in a few minutes."""
+
+    text: tuple[str, ...] = ()  # files, folders or globs; unset means Python's own standard library
+    folder: Path = Path("runs/demo")
+    minutes: float = 2.0  # of training
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.minutes > 0:
+            raise UserError(f"minutes={self.minutes} must be above 0, for example 2")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """A model and how much it is to read, before anything is spent."""
 
@@ -467,7 +481,8 @@ class FinetuneConfig:
     answer_length: int = 30  # tokens of the longest answer, for span
     device: str = "auto"
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    overwrite: bool = False  # replace a finished run with other settings
+    resume: bool = False  # go on with a run that was stopped; finished seeds are kept
+    overwrite: bool = False  # replace a run that is there
 
     def __post_init__(self) -> None:
         problems = [
@@ -574,6 +589,48 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """A server: which models, for whom, and how much of it at once."""
+
+    models: tuple[str, ...]  # model folders, run folders or hub names; NAME=PLACE gives one another name
+    host: str = "127.0.0.1"  # any other than this machine needs keys
+    port: int = 8000
+    keys: tuple[str, ...] = ()  # sha256 of each API key; `plume serve --new-key` makes a pair
+    runs: Path | None = None  # a folder of training runs to show, with their checkpoints as models
+    engine: EngineConfig = EngineConfig()  # its slots follow from batch
+    batch: int = 16  # sequences of one model that are written together
+    queue: int = 256  # sequences that may wait; more are told to come again
+    timeout: float = 120.0  # seconds that one request may take
+    drain: float = 30.0  # seconds that running requests get to end when the server is stopped
+    max_tokens: int = 4096  # new tokens of one request, over all its samples
+    max_body: int = 2_000_000  # bytes of one request
+    rate: float = 0.0  # requests per minute of one client; 0 means no limit
+    access_log: Path | None = None  # JSON lines; unset means the standard error
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)} must be at least 1"
+            for name in ("batch", "queue", "max_tokens", "max_body")
+            if getattr(self, name) < 1
+        ]
+        problems += [
+            f"{name}={getattr(self, name)} must be more than 0, for example {usual}"
+            for name, usual in (("timeout", 120), ("drain", 30))
+            if getattr(self, name) <= 0
+        ]
+        if not 0 <= self.port < 65536:
+            problems.append(f"port={self.port} must lie between 0 (any free one) and 65535, for example 8000")
+        if self.rate < 0:
+            problems.append(f"rate={self.rate} cannot be negative; 0 means no limit")
+        if wrong := [key for key in self.keys if not re.fullmatch(r"[0-9a-f]{64}", key)]:
+            problems.append(f"keys: {wrong[0][:12]!r} is not a sha256; `plume serve --new-key` makes one with its key")
+        if not self.keys and self.host not in ("127.0.0.1", "localhost", "::1"):
+            problems.append(f"host={self.host} is open to others, so it needs keys; `plume serve --new-key` makes one")
+        if problems:
+            raise UserError("; ".join(problems))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MaskingConfig:
     """Which places are masked and what is put there."""
 
@@ -641,6 +698,98 @@ class PretrainConfig:
                 f"objective.name={self.objective.name!r} with decoder_layers={self.model.decoder_layers}: "
                 "sequence-to-sequence needs a decoder beside the encoder, and nothing else does"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """A model folder in another format."""
+
+    model: Path  # model folder, run folder or hub name
+    format: Literal["gguf", "onnx"] = "gguf"  # gguf: llama.cpp; onnx: onnxruntime and others
+    precision: Literal["f32", "f16", "q8_0"] = "f32"  # of the weights; onnx has f32 only
+    cache: bool = True  # onnx: with a key-value cache among inputs and outputs
+    out: Path | None = None  # file to write; unset means beside the model's weights
+
+    @property
+    def path(self) -> Path:
+        name = f"model-{self.precision}.gguf" if self.format == "gguf" else f"model{'-cache' * self.cache}.onnx"
+        return self.model / name if self.out is None else self.out
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """Which model is measured on what, and how."""
+
+    model: str  # a model folder, a run folder or a hub name
+    tasks: tuple[str, ...]  # built-in names, NAME=FILE, files of your own, harness:NAME
+    protocol: Literal["harness", "gpt2-paper", "gpt3-paper"] = "harness"
+    data: Path | None = None  # a folder with a folder for each task; unset means ./data if there is one, else the hub
+    out: Path | None = None  # report.md, report.json, plots, items and the store of scores go here
+    shots: int = 0  # solved examples before each item
+    seeds: tuple[int, ...] = (1234,)  # each draws other examples
+    limit: int | None = None  # items of each task
+    stride: int | None = None  # tokens scored per window of a long text; unset means windows do not overlap
+    border: Literal["joined", "apart"] | None = None  # where context and continuation are cut; unset: as the protocol
+    stop_words: bool | None = None  # bar them from LAMBADA's predictions; unset means as the protocol
+    too_long: Literal["truncate", "skip", "refuse"] = "truncate"  # items beyond the context; truncate cuts on the left
+    training_data: tuple[str, ...] = ()  # prepared folders or texts to look for the items in
+    ngram: int = 13  # words in a row that count as seen before
+    device: str = "auto"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    batch_tokens: int | None = None  # tokens computed at a time; unset means what suits the device
+    plots: bool = True
+    context_field: str = "context"  # names in your own rows
+    choices_field: str = "choices"
+    answer_field: str = "answer"
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise UserError("tasks is empty; name one, for example lambada, or a file")
+        if not self.seeds:
+            raise UserError("seeds is empty; give one, for example 1234")
+        for name in ("limit", "stride", "batch_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"{name}={value} must be at least 1, or unset")
+        if self.shots < 0 or self.ngram < 1:
+            raise UserError(f"shots={self.shots} cannot be negative and ngram={self.ngram} must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """Several sizes of one family, trained alike on the same data."""
+
+    folder: Path  # a run for each size, and one report
+    model: ModelConfig  # what all sizes share; layers, heads and width are theirs
+    train: TrainConfig
+    sizes: tuple[str, ...] = ("1x32", "2x64", "4x128")  # layers x width
+    head_width: int = 32  # heads follow from the width
+    data: DataConfig = DataConfig(paths=("python:stdlib",), folder=Path("data/stdlib"))
+    prepared: Path | None = None  # a folder that `plume prepare` has filled; then [data] is not looked at
+    objective: ObjectiveConfig = ObjectiveConfig()
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) < 2:
+            raise UserError("sizes needs at least two entries, for example 1x32, 2x64, 4x128")
+        for size in self.sizes:
+            found = re.fullmatch(r"(\d+)x(\d+)", size)
+            if found is None or not int(found[1]) or not int(found[2]):
+                raise UserError(f"sizes: {size!r} is not LAYERSxWIDTH, for example 4x128")
+            if int(found[2]) % min(self.head_width, int(found[2])):
+                raise UserError(f"sizes: the width of {size!r} is no multiple of head_width={self.head_width}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeBenchConfig:
+    """How fast a GPT writes here, beside other engines."""
+
+    model: Path | None = None  # a gpt2 folder; unset means random weights of the preset's shape
+    preset: str = "gpt2"
+    prompt: int = 32  # tokens in each prompt
+    new: int = 128  # tokens written after it
+    batch: int = 8  # sequences in the batched run
+    prefill: int = 512  # tokens of the long prompt that is only read
+    rounds: int = 3  # the best of these counts
+    threads: int | None = None  # unset means all cores
 
 
 T = TypeVar("T")
