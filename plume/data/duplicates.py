@@ -68,7 +68,8 @@ def same_keys(columns: list[Keys]) -> Iterator[tuple[npt.NDArray[np.int64], npt.
         key, document = np.concatenate(keys), np.concatenate(documents)
         order = np.argsort(key, kind="stable")
         key, document = key[order], document[order]
-        new = np.concatenate([[True], key[1:] != key[:-1]])
+        new = np.ones(len(key), np.bool_)
+        new[1:] = key[1:] != key[:-1]
         first = document[np.maximum.accumulate(np.where(new, np.arange(len(key)), 0))]
         yield first[~new], document[~new]
 

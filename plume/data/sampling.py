@@ -18,8 +18,9 @@ SLOTS = 4096  # length of a mixture's cycle: shares are kept to one part in this
 
 def generator(seed: int, purpose: str, *index: int) -> np.random.Generator:
     """A stream of random numbers of its own for every seed, purpose and (up to three) numbers."""
-    counter = [0, *index, *[0] * (3 - len(index))]
-    return np.random.Generator(np.random.Philox(key=[seed % (1 << 64), zlib.crc32(purpose.encode())], counter=counter))
+    key = np.array([seed % (1 << 64), zlib.crc32(purpose.encode())], np.uint64)
+    counter = np.array([0, *index, *[0] * (3 - len(index))], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
 class Permutation:

@@ -1,0 +1,178 @@
+"""What is left out and why: each rule against a plain count, MinHash against true Jaccard shares."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plume.config import CleanConfig, DataConfig, TokenizerConfig, UserError
+from plume.data import Document, prepare
+from plume.data.clean import Cleaner, language_of, shares_run
+from plume.data.duplicates import same_keys, signature
+from plume.data.words import run_hashes, word_hashes
+
+PROSE = "The owl is a bird that hunts at night, and it was known for this to all of the people in the village. "
+
+
+def reason(text="some text that is long enough", url=None, score=None, **clean):
+    return Cleaner(CleanConfig(**clean), None).reason(Document(text, "here", url, score))
+
+
+def test_each_rule_says_why():
+    assert reason(min_characters=5) is None
+    assert reason("abc", min_characters=5) == "shorter than 5 characters"
+    assert reason("abcdef", max_characters=5) == "longer than 5 characters"
+    assert reason(score=3, min_score=3) is None
+    assert reason(score=2, min_score=3) == "score below 3"
+    assert reason(min_score=3) == "no score"
+    wikipedia = {"drop_domains": ("wikipedia.org",)}
+    for url in ("https://en.wikipedia.org/wiki/Owl", "http://www.wikipedia.org", "wikipedia.org/x"):
+        assert reason(url=url, **wikipedia) == "domain wikipedia.org"
+    for url in ("https://notwikipedia.org/", "https://example.org/wikipedia.org", "http://[broken", None):
+        assert reason(url=url, **wikipedia) is None
+    assert reason(PROSE, quality=True) is None
+    assert reason("#### 1234 5678 {} {} 90 %% ## 12" * 5, quality=True).startswith("quality: ")
+    assert reason("buy now\n" * 50, quality=True) == "quality: repeated lines"
+    assert (
+        reason("\n".join(f"- this is item number {n} of many more things" for n in range(50)), quality=True)
+        == "quality: bullets"
+    )
+
+
+@pytest.mark.parametrize(
+    ("language", "text"),
+    [
+        ("en", PROSE),
+        ("de", "Die Eule ist ein Vogel, der in der Nacht jagt und den die Menschen auf dem Land nicht oft sehen."),
+        ("fr", "La chouette est un oiseau qui chasse la nuit et que les gens ne voient pas dans les villages."),
+        ("es", "La lechuza es un ave que caza por la noche y que los campesinos no ven en el pueblo con su luz."),
+        ("other", "12345 67890 ++++ ----"),
+    ],
+)
+def test_languages_by_their_commonest_words(language, text):
+    assert language_of(text) == language
+    assert reason(text, languages=("en",)) == (None if language == "en" else f"language {language}")
+
+
+def test_an_unknown_language_is_refused():
+    with pytest.raises(UserError, match="'xx' is not one of en, de"):
+        CleanConfig(languages=("xx",))
+
+
+def plain_words(text):
+    return re.findall(rb"[0-9a-z\x80-\xff]+", text.lower().encode(errors="replace"))
+
+
+@given(st.text(max_size=200), st.text(max_size=200))
+def test_words_have_equal_hashes_just_when_they_are_equal(a, b):
+    words = plain_words(a) + plain_words(b)
+    hashes = [*word_hashes(a).tolist(), *word_hashes(b).tolist()]
+    assert len(hashes) == len(words)
+    assert len(set(zip(words, hashes, strict=True))) == len(set(words)) == len(set(hashes))
+
+
+def test_words_over_the_edge_of_a_block_are_whole(monkeypatch):
+    text = " ".join(f"word{n}" for n in range(3000))
+    whole = word_hashes(text)
+    monkeypatch.setattr("plume.data.words.LONGEST", 100)
+    np.testing.assert_array_equal(word_hashes(text), whole)
+
+
+def plain_runs(text, length):
+    words = plain_words(text)
+    length = min(length, len(words))
+    return {tuple(words[i : i + length]) for i in range(len(words) - length + 1)} if words else set()
+
+
+@given(
+    st.lists(st.sampled_from("abcd"), max_size=30), st.lists(st.sampled_from("abcd"), max_size=30), st.integers(1, 5)
+)
+def test_a_shared_run_is_found_just_when_there_is_one(a, b, length):
+    a, b = " ".join(a), ", ".join(b)
+    held_out = np.unique(run_hashes(b, length))
+    assert shares_run(a, held_out, length) == bool(plain_runs(a, length) & plain_runs(b, length))
+
+
+def changed(words, share, rng):
+    return [f"new{rng.random()}" if rng.random() < share else w for w in words]
+
+
+def test_signatures_agree_in_the_share_of_runs_in_common():
+    rng = random.Random(0)
+    words = [f"w{rng.randrange(5000)}" for _ in range(3000)]
+    for share in (0.0, 0.02, 0.05, 0.2, 1.0):
+        a, b = " ".join(words), " ".join(changed(words, share, rng))
+        runs_a, runs_b = plain_runs(a, 5), plain_runs(b, 5)
+        jaccard = len(runs_a & runs_b) / len(runs_a | runs_b)
+        assert (signature(a) == signature(b)).mean() == pytest.approx(
+            jaccard, abs=0.13
+        )  # three deviations of 128 draws
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1, max_size=4))
+def test_repeated_keys_are_found_however_many_are_sorted_at_once(columns):
+    flat = [k for c in columns for k in c]
+    oracle = {(flat.index(k), n) for n, k in enumerate(flat) if flat.index(k) < n}
+    with pytest.MonkeyPatch.context() as patch:
+        for at_once in (1 << 22, 3):
+            patch.setattr("plume.data.duplicates.AT_ONCE", at_once)
+            found = [
+                pair
+                for firsts, repeats in same_keys([np.array(c, np.uint64) for c in columns])
+                for pair in zip(firsts.tolist(), repeats.tolist(), strict=True)
+            ]
+            assert sorted(found) == sorted(oracle)
+
+
+def prepared(tmp_path, rows, **clean):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(
+        paths=(str(path),),
+        folder=tmp_path / "out",
+        tokenizer=TokenizerConfig(kind="bytes"),
+        validation=0.0,
+        clean=CleanConfig(**clean),
+    )
+    return prepare(config).report["sources"][0]
+
+
+def test_a_webtext_pipeline_counts_what_it_drops(tmp_path):
+    rng = random.Random(1)
+    base = [" ".join(f"w{rng.randrange(2000)}" for _ in range(300)) for _ in range(20)]
+    (tmp_path / "evaluation.txt").write_text(
+        "an evaluation text of exactly thirteen words and then some more, you see, here"
+    )
+    rows = [{"text": t, "score": 5} for t in base]
+    rows += [{"text": base[3].upper().replace(" ", "  "), "score": 5}]  # exact but for case and space
+    rows += [{"text": " ".join(changed(base[n].split(), 0.01, rng)), "score": 5} for n in range(4)]  # near
+    rows += [{"text": " ".join(changed(base[n].split(), 0.5, rng)), "score": 5} for n in range(4)]  # far
+    rows += [{"text": "owls", "url": "https://en.wikipedia.org/wiki/Owl", "score": 9}, {"text": "low", "score": 2}]
+    leaked = "before AN EVALUATION text of exactly thirteen words, and then some more you see here after"
+    rows += [{"text": leaked, "score": 4}]
+    clean = {"min_score": 3, "drop_domains": ("wikipedia.org",), "held_out": (str(tmp_path / "evaluation.txt"),)}
+    source = prepared(tmp_path, rows, duplicates="near", **clean)
+    assert {reason: left["count"] for reason, left in source["left_out"].items()} == {
+        "duplicate": 5,
+        "domain wikipedia.org": 1,
+        "score below 3": 1,
+        "shares 13 words with an evaluation text": 1,
+    }
+    assert source["read"] == len(rows) and source["kept"] == len(rows) - 8
+
+
+def test_exact_duplicates_alone(tmp_path):
+    rows = [{"text": f"text {n % 7}"} for n in range(21)] + [{"text": "text 0 and more"}]
+    source = prepared(tmp_path, rows, duplicates="exact")
+    assert source["kept"] == 8 and source["left_out"]["duplicate"]["count"] == 14
+
+
+def test_the_first_of_the_duplicates_stays(tmp_path):
+    prepared(tmp_path, [{"text": "Same text"}, {"text": "other"}, {"text": "same  TEXT"}], duplicates="near")
+    tokens = Path(tmp_path / "out" / "train-00000.tokens").read_bytes()
+    assert b"Same text" in tokens.replace(b"\0", b"") and b"TEXT" not in tokens.replace(b"\0", b"")
