@@ -67,6 +67,7 @@ class Question:
     stop: tuple[str, ...] = ("\n",)
     tokens: int = 32
     top_k: int = 1  # 1 is greedy
+    source: str = ""  # what an encoder-decoder translates
 
     @property
     def solved(self) -> str:

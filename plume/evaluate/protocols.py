@@ -73,11 +73,15 @@ PROTOCOLS: dict[str, Protocol] = {
 }
 
 
-def protocol_called(name: str, *, border: Border | None = None, stride: int | None = None) -> Protocol:
+def protocol_called(
+    name: str, *, border: Border | None = None, stride: int | None = None, stop_words: bool | None = None
+) -> Protocol:
+    """A protocol by name; what is given besides is changed in it and so in what the results say."""
     if name not in PROTOCOLS:
         raise UserError(f"there is no protocol {name!r}{did_you_mean(name, PROTOCOLS)}; all: {', '.join(PROTOCOLS)}")
     chosen = replace(PROTOCOLS[name], stride=stride)
-    return chosen if border is None else replace(chosen, border=border)
+    chosen = chosen if border is None else replace(chosen, border=border)
+    return chosen if stop_words is None else replace(chosen, stop_words=stop_words)
 
 
 def pair(context: str, continuation: str, tokenizer: Tokenizer, border: Border) -> tuple[list[int], list[int]]:

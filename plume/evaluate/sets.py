@@ -271,7 +271,7 @@ def translation(row: Row, protocol: Protocol) -> Iterator[Question]:
     pair = row.get("translation", row)
     languages = list(pair) if "translation" in row else ["source", "target"]
     source, target = (Row(pair, row.where).text(name) for name in languages[:2])
-    yield Question(where=row.where, prompt=f"{source} =", answers=(target,), tokens=100)
+    yield Question(where=row.where, prompt=f"{source} =", answers=(target,), tokens=100, source=source)
 
 
 def summary(row: Row, protocol: Protocol) -> Iterator[Question]:

@@ -108,6 +108,8 @@ class Task:
     hub: str | None = None  # NAME:CONFIG:SPLIT:TRAIN
     make: Callable[[], Iterator[Row]] | None = None  # needs no file
     path: Path | None = None  # the user's own file
+    paper_metric: str | None = None  # the headline under gpt2-paper, where another one gives the published number
+    filters: bool = False  # a protocol may bar stop words from being the prediction
     last_token: bool = False  # only the last token of the target counts
     measures: tuple[str, ...] = ()  # of generated texts
     sentences: int | None = None  # of a generated text that count
@@ -127,7 +129,8 @@ class Source:
 
 
 def choose(name: str, build: Build, **more: Any) -> Task:
-    return Task(**({"name": name, "build": build, "metric": "acc"} | more))
+    given: dict[str, Any] = {"metric": "acc"} | more
+    return Task(name=name, build=build, **given)
 
 
 def long_text(name: str, metric: str, **more: Any) -> Task:
@@ -141,6 +144,7 @@ def ask(name: str, build: Build, measures: tuple[str, ...], **more: Any) -> Task
 
 LAMBADA: dict[str, Any] = {
     "folder": "lambada",
+    "filters": True,
     "files": ("lambada_test*.jsonl", "*test*.jsonl"),
     "hub": "EleutherAI/lambada_openai:default:test:",
 }
@@ -168,7 +172,7 @@ BUILT_IN: tuple[Task, ...] = (
     Task(name="lambada", build=sets.lambada, kind="word", metric="acc", **LAMBADA),
     Task(name="lambada-token", build=sets.lambada, kind="word", metric="acc", last_token=True, **LAMBADA),
     Task(name="lambada-fill", build=sets.lambada_fill, kind="blank", metric="exact_match", **LAMBADA),
-    long_text("wikitext-2", "word_perplexity", build=texts.wikitext, **WIKITEXT2),
+    long_text("wikitext-2", "word_perplexity", build=texts.wikitext, paper_metric="token_perplexity", **WIKITEXT2),
     long_text(
         "wikitext-103", "word_perplexity", build=texts.wikitext, files=("wiki.test.raw", "wiki.test.tokens")
     ),
@@ -209,7 +213,8 @@ BUILT_IN: tuple[Task, ...] = (
     ask("cnn-dailymail", sets.summary, ("rouge1", "rouge2", "rougeL"), sentences=3,
         hub="abisee/cnn_dailymail:3.0.0:test:train"),
     ask("nq", sets.open_question, ("exact_match", "f1"), hub="google-research-datasets/nq_open::validation:train"),
-    ask("triviaqa", sets.open_question, ("exact_match", "f1"), hub="mandarjoshi/trivia_qa:rc.nocontext:validation:train"),
+    ask("triviaqa", sets.open_question, ("exact_match", "f1"),
+        hub="mandarjoshi/trivia_qa:rc.nocontext:validation:train"),
     ask("squad", sets.squad, ("f1", "exact_match"), files=("dev-v1.1.json",), train=("train-v1.1.json",),
         read=squad_file, hub="rajpurkar/squad::validation:train"),
     ask("coqa", sets.coqa, ("f1", "exact_match"), hub="EleutherAI/coqa::validation:train"),
@@ -219,7 +224,8 @@ BUILT_IN: tuple[Task, ...] = (
                      "2d-times", "1d-composite")
     ),
     *(
-        Task(name=f"scramble-{kind}", build=made.unscramble, kind="word", metric="acc", make=partial(made.scrambles, kind))
+        Task(name=f"scramble-{kind}", build=made.unscramble, kind="word", metric="acc",
+             make=partial(made.scrambles, kind))
         for kind in ("cycle", "anagrams-1", "anagrams-2", "insertion", "reversed")
     ),
 )  # fmt: skip
@@ -247,7 +253,7 @@ def own_task(path: Path, fields: dict[str, str]) -> Task:
     first = next(iter(read(path)), None)
     if first is None:
         raise UserError(f"{path} holds no rows")
-    if "choices" in first or "answer" in first and "text" not in first:
+    if "choices" in first or ("answer" in first and "text" not in first):
         return choose(name, sets.own_choice, path=path, read=read)
     if "answer" in first:
         return Task(name=name, build=sets.own_blank, kind="blank", metric="exact_match", path=path, read=read)
@@ -257,7 +263,7 @@ def own_task(path: Path, fields: dict[str, str]) -> Task:
         return long_text(name, "token_perplexity", path=path, read=read)
     raise UserError(
         f"{first.where}: a row should have context, choices and answer; or context and target; or text and answer; or "
-        f"text. There are {', '.join(map(repr, first))}; name yours with --context-field, --choices-field, --answer-field"
+        f"text. There are {', '.join(map(repr, first))}; --context-field, --choices-field and --answer-field name yours"
     )
 
 

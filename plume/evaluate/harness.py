@@ -1,0 +1,130 @@
+"""Plume's models as a model of lm-evaluation-harness, so that all of its tasks run on them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.model import LM as HarnessLM
+from lm_eval.api.registry import register_model
+
+from plume.config import EvaluateConfig, SamplingConfig, UserError
+from plume.evaluate.metrics import Metric
+from plume.evaluate.protocols import TooLong, pair, protocol_called, request
+from plume.evaluate.run import Result, Subject
+from plume.evaluate.scoring import Request, windows
+from plume.evaluate.store import Store
+
+NEW_TOKENS = 256  # of a generation task that does not say
+
+
+@register_model("plume")
+class PlumeLM(HarnessLM):  # type: ignore[misc]
+    """The three calls of the harness. `lm_eval.simple_evaluate(model=PlumeLM("runs/demo"), tasks=[...])`."""
+
+    def __init__(self, pretrained: str | Subject, batch_size: object = None, device: str | None = None) -> None:
+        super().__init__()
+        config = EvaluateConfig(model=str(pretrained), tasks=("-",), device="auto" if device is None else device)
+        self.subject = pretrained if isinstance(pretrained, Subject) else Subject(config)
+        path = None if self.subject.config.out is None else self.subject.config.out / "scores.sqlite"
+        self.store = Store(path, f"{self.subject.hash} {self.subject.tokenizer.hash} {self.subject.config.dtype}")
+        self.tokens = 0
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.subject.tokenizer.hash
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        scorer = self.subject.scorer
+        made: list[Request] = []
+        for context, continuation in (r.args for r in requests):
+            tokens = pair(context, continuation, scorer.tokenizer, "joined")
+            try:
+                made.append(request(*tokens, scorer)[0])
+            except TooLong as error:
+                raise UserError(f"{continuation[:60]!r}: {error}") from None
+        answers: list[tuple[float, bool]] = [(0.0, False)] * len(made)
+        for number, score in self.store.scores(scorer, made):
+            self.tokens += len(score.logprobs)
+            answers[number] = (score.total, score.greedy)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
+        scorer = self.subject.scorer
+        totals = [0.0] * len(requests)
+        for number, (text,) in enumerate(r.args for r in requests):
+            pieces = list(windows(scorer.tokenizer.encode(text), scorer))
+            for _, score in self.store.scores(scorer, pieces):
+                self.tokens += len(score.logprobs)
+                totals[number] += score.total
+        return totals
+
+    def generate_until(self, requests: Sequence[Any]) -> list[str]:
+        if self.subject.masked:
+            raise UserError(f"{self.subject.name} is a masked model and does not write; leave this task out")
+        return [self._written(*r.args) for r in requests]
+
+    def _written(self, prompt: str, options: dict[str, Any]) -> str:
+        lm = self.subject.writer
+        until = options.get("until", ())
+        limit = int(options.get("max_gen_toks", NEW_TOKENS))
+        room = lm.config.context - limit
+        if room < 1:
+            raise UserError(f"{limit} new tokens do not fit into a context of {lm.config.context}")
+        sampling = SamplingConfig(
+            max_new_tokens=limit,
+            temperature=float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0,
+            top_k=None,
+            stop=tuple(s for s in ([until] if isinstance(until, str) else until) if s),
+            seed=0,
+        )
+        written = lm.generate_batch([lm.tokenizer.encode(prompt)[-room:]], sampling)[0]
+        self.tokens += len(written.tokens)
+        return written.text
+
+
+def run_harness(names: Sequence[str], subject: Subject, config: EvaluateConfig) -> list[Result]:
+    """Tasks of the harness by its own names."""
+    from lm_eval import simple_evaluate
+
+    results: list[Result] = []
+    for name in names:
+        began, model = time.monotonic(), PlumeLM(subject)
+        try:
+            found = simple_evaluate(
+                model=model, tasks=[name], num_fewshot=config.shots if config.shots else None, limit=config.limit,
+                fewshot_random_seed=config.seeds[0], bootstrap_iters=100, log_samples=True, verbosity="ERROR",
+            )  # fmt: skip
+        except UserError:
+            raise
+        except Exception as error:  # an unknown task, no network, anything in a task's own code
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"harness:{name} cannot be run: {reason}") from None
+        finally:
+            model.store.file.close()
+        seconds = round(time.monotonic() - began, 3)
+        results += [as_result(task, values, found, model, config, seconds) for task, values in found["results"].items()]
+    return results
+
+
+def as_result(
+    task: str, values: dict[str, Any], found: dict[str, Any], model: PlumeLM, config: EvaluateConfig, seconds: float
+) -> Result:
+    metrics: dict[str, Metric] = {}
+    for key, value in values.items():
+        name, _, how = key.partition(",")
+        if how and isinstance(value, int | float) and not name.endswith("_stderr"):
+            error = values.get(f"{name}_stderr,{how}")
+            metrics[name] = Metric(float(value), float(error) if isinstance(error, int | float) else None)
+    samples = found.get("samples", {}).get(task, [])
+    seen = hashlib.sha256("".join(s["doc_hash"] for s in samples).encode()).hexdigest()[:16]
+    subject = model.subject
+    return Result(
+        task=f"harness:{task}", model=subject.name, model_hash=subject.hash, parameters=subject.parameters,
+        data="as the harness reads it", data_hash=seen, protocol=protocol_called("harness").said(),
+        shots=config.shots, seed=config.seeds[0], headline="acc_norm" if "acc_norm" in metrics else next(iter(metrics)),
+        metrics=metrics, items=len(samples), tokens=model.tokens, cut=0, skipped=0, scored=model.store.fresh,
+        reused=model.store.reused, seconds=seconds, by_position={}, calibration={},
+    )  # fmt: skip

@@ -1,0 +1,388 @@
+"""One task on one model: items to requests, answers to records, records to a result that says how it was made."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from plume.config import EvaluateConfig, SamplingConfig, UserError
+from plume.evaluate import metrics
+from plume.evaluate.items import SOLVABLE, Blank, Item, Judgement, Question
+from plume.evaluate.kinds import METRICS, RECORDS, Asked, Asker, Record, headline, said_record, with_shots
+from plume.evaluate.metrics import ByPosition, Calibration, Metric
+from plume.evaluate.progress import Progress
+from plume.evaluate.protocols import Protocol, TooLong
+from plume.evaluate.scoring import MaskedScorer, Score, Scorer, scorer_for
+from plume.evaluate.stop_words import STOP_WORDS
+from plume.evaluate.store import BLOCK, Store
+from plume.evaluate.tasks import Source, Task, find
+from plume.generate.lm import LM
+from plume.text import load_tokenizer
+from plume.weights import load_model, model_hash, read_config, resolve
+
+THRESHOLD_ITEMS = 500  # training items that a threshold is chosen on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A task's numbers and everything that they depend on."""
+
+    task: str
+    model: str
+    model_hash: str
+    parameters: int
+    data: str
+    data_hash: str
+    protocol: dict[str, Any]
+    shots: int
+    seed: int
+    headline: str
+    metrics: dict[str, Metric]
+    items: int
+    tokens: int  # scored, or generated
+    cut: int  # items whose context lost its beginning
+    skipped: int  # items that did not fit at all
+    scored: int  # requests that this run computed
+    reused: int  # requests that an earlier run had answered
+    seconds: float
+    by_position: dict[str, list[float]]
+    calibration: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def score(self) -> Metric:
+        return self.metrics[self.headline]
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def items_file(self) -> str:
+        return items_name(self.task, self.protocol["name"], self.shots, self.seed)
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Result:
+        return cls(**plain | {"metrics": {name: Metric(**m) for name, m in plain["metrics"].items()}})
+
+
+def items_name(task: str, protocol: str, shots: int, seed: int) -> str:
+    """Where a report keeps what it found for each item."""
+    return f"items/{re.sub(r'[^A-Za-z0-9_.-]', '_', task)}.{protocol}.{shots}shot.seed{seed}.jsonl"
+
+
+class Subject:
+    """The model that is evaluated; each way of asking it is opened when first needed."""
+
+    def __init__(self, config: EvaluateConfig) -> None:
+        self.config, self.folder = config, resolve(config.model)
+        self.hash = model_hash(self.folder)
+        self.tokenizer = load_tokenizer(self.folder)
+        self.said = read_config(self.folder)
+
+    @property
+    def name(self) -> str:
+        return str(self.config.model)
+
+    @property
+    def masked(self) -> bool:
+        return not self.said.model.causal and not self.said.model.decoder_layers
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        import torch
+
+        device = self.config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.config.dtype]
+        model = load_model(self.folder, device=device, dtype=dtype)
+        return scorer_for(model, self.tokenizer, batch_tokens=self.config.batch_tokens, banned=self.stop_tokens())
+
+    def stop_tokens(self) -> Iterator[int]:
+        """Tokens that are a stop word, with or without the blank before it."""
+        for token, piece in enumerate(self.tokenizer.piece_table):
+            if piece.decode(errors="replace").strip().lower() in STOP_WORDS:
+                yield token
+
+    @cached_property
+    def writer(self) -> LM:
+        from plume.generate.lm import load
+
+        device = None if self.config.device == "auto" else self.config.device
+        return load(self.folder, device=device)
+
+    @cached_property
+    def parameters(self) -> int:
+        import torch
+
+        from plume.heads import Model
+
+        with torch.device("meta"):  # shapes alone
+            return sum(p.numel() for p in Model(self.said.model, self.said.head, self.said.labels).parameters())
+
+
+class Run:
+    """One task, one protocol, one seed."""
+
+    def __init__(
+        self, task: Task, protocol: Protocol, subject: Subject, store: Store, config: EvaluateConfig, seed: int
+    ) -> None:
+        self.task, self.protocol, self.subject, self.store = task, protocol, subject, store
+        self.config, self.seed = config, seed
+        self.positions, self.calibration = ByPosition(), Calibration()
+        self.tokens = self.cut = self.skipped = 0
+        self.notes: list[str] = []
+        self.kept: list[Record] = []  # one of each item that was scored
+
+    def result(self, progress: Progress, records_file: Path | None) -> Result:
+        began, scored, reused = time.monotonic(), self.store.fresh, self.store.reused
+        self.check_kind()
+        source = self.source
+        items = list(islice(self.items(source), self.config.limit))
+        if not items:
+            raise UserError(f"{source.name} holds no items")
+        records = self.kept = list(self.records(self.after_examples(items, source), len(items), progress))
+        if not records:
+            raise UserError(f"none of the {len(items)} items of {self.task.name} fits into the model's context")
+        self.judge(records)
+        if records_file is not None:
+            write_records(records_file, records)
+        found = METRICS[self.task.kind](self.task, records)
+        return Result(
+            task=self.task.name,
+            model=self.subject.name,
+            model_hash=self.subject.hash,
+            parameters=self.subject.parameters,
+            data=source.name,
+            data_hash=source.hash,
+            protocol=self.protocol.said() | {"too_long": self.config.too_long, "likelihood": self.likelihood},
+            shots=self.config.shots,
+            seed=self.seed,
+            headline=headline(self.task, self.protocol, found),
+            metrics=found,
+            items=len(records),
+            tokens=self.tokens,
+            cut=self.cut,
+            skipped=self.skipped,
+            scored=self.store.fresh - scored,
+            reused=self.store.reused - reused,
+            seconds=round(time.monotonic() - began, 3),
+            by_position=self.positions.plain(),
+            calibration=self.calibration.plain(),
+            notes=self.notes,
+        )
+
+    @cached_property
+    def source(self) -> Source:
+        source = find(self.task, "test", self.config.data)
+        assert source is not None
+        return source
+
+    @property
+    def likelihood(self) -> str:
+        return "pseudo, one mask at a time" if self.subject.masked else "left to right"
+
+    def check_kind(self) -> None:
+        task = self.task
+        if task.causal_only and self.subject.masked:
+            raise UserError(
+                f"{task.name} lets the model write on, and {self.subject.name} is a masked model, which cannot; "
+                "it can be scored on lambada, wikitext-2, hellaswag and every other task that chooses"
+            )
+        if task.kind == "blank" and not self.subject.masked:
+            raise UserError(f"{task.name} fills in masks, and {self.subject.name} is not a masked model; take lambada")
+        if self.config.shots and task.kind not in ("choice", "word", "question"):
+            raise UserError(f"shots={self.config.shots}: {task.name} has no examples before its items; shots=0 works")
+
+    def items(self, source: Source) -> Iterator[Item]:
+        for row in source.rows():
+            yield from self.task.build(row, self.protocol)
+
+    # -- few-shot
+
+    def after_examples(self, items: Sequence[Item], source: Source) -> Iterable[Item]:
+        """Each item after K solved ones, drawn by seed in the items' order."""
+        count = self.config.shots
+        if not count:
+            return items
+        training = find(self.task, "train", self.config.data)
+        pool = list(self.items(source if training is None else training))
+        own = training is None  # then an item must not be its own example
+        if own:
+            self.notes.append("the examples come from the scored file itself, as there is no training split")
+        if len(pool) < count + own:
+            raise UserError(f"shots={count}: {self.task.name} has only {len(pool)} items to draw from")
+        return self._after(items, pool, own)
+
+    def _after(self, items: Sequence[Item], pool: Sequence[Item], own: bool) -> Iterator[Item]:
+        random, count = Random(self.seed), self.config.shots
+        for item in items:
+            drawn = random.sample(range(len(pool)), count + own)
+            examples = [example for n in drawn if (example := pool[n]) != item][:count]
+            texts = [example.solved for example in examples if isinstance(example, SOLVABLE)]
+            yield self.fitted(item, texts)
+
+    def fitted(self, item: Item, examples: list[str]) -> Item:
+        """The item after as many examples as fit; the harness instead cuts the beginning of the text."""
+        while True:
+            longer = with_shots(item, "".join(example + self.protocol.delimiter for example in examples))
+            if self.protocol.name == "harness" or not examples or self.fits(longer):
+                return longer
+            examples = examples[1:]
+
+    def fits(self, item: Item) -> bool:
+        if isinstance(item, Question):
+            room = self.subject.said.model.context - item.tokens
+            return len(self.subject.tokenizer.encode(item.prompt)) <= room
+        try:
+            Asker(self.task, self.protocol, self.subject.scorer, cut=False).ask(item)
+        except TooLong:
+            return False
+        return True
+
+    # -- asking
+
+    def records(self, items: Iterable[Item], count: int, progress: Progress) -> Iterator[Record]:
+        label = self.task.name if len(self.config.seeds) == 1 else f"{self.task.name} seed {self.seed}"
+        with progress.task(label, count) as advance:
+            if self.task.kind in ("question", "blank"):
+                for number, item in enumerate(items):
+                    yield {"item": number, **self.written(item)}
+                    advance(1)
+                return
+            asker = Asker(self.task, self.protocol, self.subject.scorer, cut=self.config.too_long == "truncate")
+            for block in blocks(self.asked(asker, items)):
+                requests = [request for asked in block for request in asked.requests]
+                found: list[Score | None] = [None] * len(requests)
+                share = len(block) / max(1, len(requests))
+                for number, score in self.store.scores(self.subject.scorer, requests):
+                    found[number] = score
+                    advance(share)
+                yield from self.finished(block, [score for score in found if score is not None])
+
+    def asked(self, asker: Asker, items: Iterable[Item]) -> Iterator[Asked]:
+        for number, item in enumerate(items):
+            try:
+                asked = replace(asker.ask(item), number=number)
+            except TooLong as error:
+                if self.config.too_long == "refuse":
+                    raise UserError(f"{item.where}: {error}; too_long=truncate or skip would go on") from None
+                self.skipped += 1
+                continue
+            self.cut += asked.cut
+            if asked.requests:
+                yield asked
+
+    def finished(self, block: Sequence[Asked], scores: Sequence[Score]) -> Iterator[Record]:
+        at = 0
+        for asked in block:
+            mine = scores[at : at + len(asked.requests)]
+            at += len(asked.requests)
+            self.tokens += sum(len(score.logprobs) for score in mine)
+            for request, score in zip(asked.requests, mine, strict=True):
+                self.positions.add(len(request.context), score.logprobs)
+            record = RECORDS[self.task.kind](asked.item, mine, self.calibration)
+            yield {"item": asked.number, "where": asked.item.where, **record, "cut": asked.cut}
+
+    # -- writing
+
+    def written(self, item: Item) -> Record:
+        assert isinstance(item, Question | Blank)
+        key = self.store.key(b"text", repr((item, self.seed)).encode())
+        value = self.store.get(key)
+        if value is None:
+            said, tokens = self.answer(item) if isinstance(item, Question) else self.fill(item)
+            self.store.put(key, json.dumps([said, tokens]).encode())
+            self.store.fresh += 1
+        else:
+            said, tokens = json.loads(value)
+            self.store.reused += 1
+        self.tokens += tokens
+        answers = item.answers if isinstance(item, Question) else (item.answer,)
+        return {"where": item.where, **said_record(self.task, said, answers)}
+
+    def answer(self, item: Question) -> tuple[str, int]:
+        lm = self.subject.writer
+        if lm.config.decoder_layers:
+            if not item.source:
+                raise UserError(f"{self.task.name} is no translation, which is all that an encoder-decoder does")
+            written = lm.translate(item.source)
+            return written.text, len(written.tokens)
+        prompt = lm.tokenizer.encode(item.prompt)
+        room = lm.config.context - item.tokens
+        if room < 1 or (len(prompt) > room and self.config.too_long == "refuse"):
+            raise UserError(f"{item.where}: {len(prompt)} tokens and {item.tokens} new ones do not fit the context")
+        self.cut += len(prompt) > room
+        sampling = SamplingConfig(
+            max_new_tokens=item.tokens,
+            temperature=0.0 if item.top_k == 1 else 1.0,
+            top_k=item.top_k,
+            stop=item.stop,
+            seed=self.seed,
+        )
+        written = lm.generate_batch([prompt[-room:]], sampling)[0]
+        return written.text, len(written.tokens)
+
+    def fill(self, item: Blank) -> tuple[str, int]:
+        """As many masks as the answer has tokens."""
+        scorer = self.subject.scorer
+        assert isinstance(scorer, MaskedScorer)
+        encode = self.subject.tokenizer.encode
+        before, gap, after = encode(item.before), encode(item.answer), encode(item.after)
+        spare = scorer.room - len(gap) - len(after)
+        if spare < 1:
+            raise UserError(f"{item.where}: {len(gap) + len(after)} tokens do not fit into the context")
+        self.cut += len(before) > spare
+        before = before[-spare:]
+        filled = scorer.fill([*before, *[scorer.mask] * len(gap), *after])
+        return self.subject.tokenizer.decode(filled[len(before) : len(before) + len(gap)]), len(gap)
+
+    # -- judging
+
+    def judge(self, records: list[Record]) -> None:
+        """Judgements need a threshold: the best one for some training items, or else the median of these."""
+        if self.task.kind != "judgement":
+            return
+        training = find(self.task, "train", self.config.data)
+        if training is None:
+            threshold = float(sorted(r["mean"] for r in records)[len(records) // 2])
+            self.notes.append(f"threshold {threshold:.4f}: the median, as there is no training split")
+        else:
+            drawn = list(islice((i for i in self.items(training) if isinstance(i, Judgement)), THRESHOLD_ITEMS))
+            other = Run(self.task, self.protocol, self.subject, self.store, self.config, self.seed)
+            seen = list(other.records(drawn, len(drawn), Progress(quiet=True)))
+            threshold = metrics.best_threshold([r["mean"] for r in seen], [r["good"] for r in seen])
+            self.notes.append(f"threshold {threshold:.4f}: the best for the first {len(seen)} training items")
+        for record in records:
+            record["said"] = record["mean"] > threshold
+
+
+def blocks(asked: Iterable[Asked]) -> Iterator[list[Asked]]:
+    """Items with about BLOCK requests together: enough to sort by length, few enough to hold."""
+    block: list[Asked] = []
+    held = 0
+    for one in asked:
+        block.append(one)
+        held += len(one.requests)
+        if held >= BLOCK:
+            yield block
+            block, held = [], 0
+    if block:
+        yield block
+
+
+def write_records(path: Path, records: Sequence[Record]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}")
+    with aside.open("w", encoding="utf-8") as stream:
+        for record in records:
+            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+    aside.replace(path)

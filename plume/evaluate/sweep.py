@@ -1,0 +1,157 @@
+"""Several sizes of a model on the same data: loss against parameters and against compute, on log axes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plume.config import PretrainConfig, SweepConfig, UserError
+from plume.evaluate.plots import picture
+from plume.evaluate.report import put, table
+from plume.train.runs import RECIPE, RunInfo, read_metrics, read_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """One size and what became of it."""
+
+    name: str
+    parameters: int
+    tokens: int
+    compute: float  # operations of the whole run
+    loss: float  # of training, at the end
+    validation: float | None
+    seconds: float
+    curve: list[tuple[float, float]]  # (compute so far, validation loss)
+
+
+def run_sweep(config: SweepConfig) -> dict[str, Any]:
+    """Train what is not trained yet, in order of size; called again after an interruption it goes on where it was."""
+    from plume.train.pretrain import pretrain
+
+    config.folder.mkdir(parents=True, exist_ok=True)
+    for name in ordered(config.sizes):
+        folder = config.folder / name
+        if not finished(folder, config.train.steps):
+            result = pretrain(of_size(config, name, resume=(folder / RECIPE).is_file()))
+            if not result.outcome.finished:
+                raise UserError(f"stopped while training {name}; the same command goes on from there")
+    sizes = [measured(config.folder / name, name) for name in ordered(config.sizes)]
+    report: dict[str, Any] = {"sizes": [asdict(size) for size in sizes], "fits": fits(sizes)}
+    put(config.folder / "report.json", json.dumps(report, indent=1) + "\n")
+    pictures = draw(sizes, config.folder)
+    put(config.folder / "report.md", markdown(sizes, report["fits"], pictures))
+    return report
+
+
+def ordered(sizes: Sequence[str]) -> list[str]:
+    return sorted(dict.fromkeys(sizes), key=lambda size: [int(n) ** 2 for n in reversed(size.split("x"))])
+
+
+def of_size(config: SweepConfig, name: str, *, resume: bool) -> PretrainConfig:
+    layers, width = (int(n) for n in name.split("x"))
+    heads = max(1, width // config.head_width)
+    model = replace(config.model, layers=layers, width=width, heads=heads, hidden=None)
+    return PretrainConfig(
+        folder=config.folder / name,
+        model=model,
+        train=config.train,
+        objective=config.objective,
+        data=config.data,
+        prepared=config.prepared,
+        resume=resume,
+    )
+
+
+def finished(folder: Path, steps: int) -> bool:
+    if not (folder / RECIPE).is_file():
+        return False
+    run = read_run(folder)
+    return run.model and run.step >= steps
+
+
+def measured(folder: Path, name: str) -> Size:
+    import torch
+
+    from plume.heads import Model
+    from plume.train.devices import flops_per_token
+    from plume.weights import read_config
+
+    run, said = read_run(folder), read_config(folder / "model")
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Model(said.model, said.head, said.labels).parameters())
+    per_token = flops_per_token(said.model, parameters)
+    if run.loss is None:
+        raise UserError(f"{folder} has logged no loss; log_every must be at most the number of steps")
+    return Size(
+        name=name,
+        parameters=parameters,
+        tokens=run.tokens,
+        compute=per_token * run.tokens,
+        loss=run.loss,
+        validation=run.validation,
+        seconds=run.seconds,
+        curve=curve(run, per_token),
+    )
+
+
+def curve(run: RunInfo, per_token: float) -> list[tuple[float, float]]:
+    rows = read_metrics(run.folder)
+    tokens_per_step = run.tokens / max(1, run.step)
+    return [(per_token * tokens_per_step * r["step"], r["validation_loss"]) for r in rows if "validation_loss" in r]
+
+
+def fits(sizes: Sequence[Size]) -> dict[str, dict[str, float]]:
+    """loss = scale * x ** -power, a straight line on log axes, by least squares."""
+    found: dict[str, dict[str, float]] = {}
+    losses = [size.loss if size.validation is None else size.validation for size in sizes]
+    for what in ("parameters", "compute"):
+        x = np.log([getattr(size, what) for size in sizes])
+        slope, offset = np.polyfit(x, np.log(losses), 1)
+        found[what] = {"scale": float(np.exp(offset)), "power": float(-slope)}
+    return found
+
+
+def draw(sizes: Sequence[Size], folder: Path) -> list[str]:
+    def log_axes(axes: Any, label: str) -> bool:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel(label)
+        axes.set_ylabel("loss (nats per token)")
+        axes.grid(alpha=0.3, which="both")
+        axes.legend()
+        return True
+
+    def by_size(axes: Any) -> bool:
+        x = [size.parameters for size in sizes]
+        axes.plot(x, [size.loss for size in sizes], "o-", label="training")
+        known = [(size.parameters, size.validation) for size in sizes if size.validation is not None]
+        if known:
+            axes.plot(*zip(*known, strict=True), "s-", label="validation")
+        return log_axes(axes, "parameters")
+
+    def by_compute(axes: Any) -> bool:
+        for size in sizes:
+            points = size.curve if size.curve else [(size.compute, size.loss)]
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=f"{size.name}, {size.parameters:,}")
+        return log_axes(axes, "operations of training")
+
+    drawn = {"loss_by_parameters.png": by_size, "loss_by_compute.png": by_compute}
+    return [name for name, make in drawn.items() if picture(folder / name, make)]
+
+
+def markdown(sizes: Sequence[Size], found: dict[str, dict[str, float]], pictures: Sequence[str]) -> str:
+    header = ["size", "parameters", "tokens", "operations", "training loss", "validation loss", "seconds"]
+    rows = [
+        [s.name, f"{s.parameters:,}", f"{s.tokens:,}", f"{s.compute:.3g}", f"{s.loss:.4f}",
+         "" if s.validation is None else f"{s.validation:.4f}", f"{s.seconds:.0f}"]
+        for s in sizes
+    ]  # fmt: skip
+    lines = [f"- loss = {fit['scale']:.4g} x {what} ^ -{fit['power']:.4f}" for what, fit in found.items()]
+    parts = ["# Loss by size", table(header, rows), "\n".join(lines)]
+    return "\n\n".join([*parts, *(f"![{name.removesuffix('.png')}]({name})" for name in pictures)]) + "\n"
