@@ -94,7 +94,10 @@ def in_processes(config: DataConfig, work: Path, pieces: Iterable[Piece], worker
     finally:
         for child in children:
             child.terminate()
-            child.wait()
+        for child, thread in zip(children, threads, strict=True):
+            thread.join()
+            with child:  # closes its pipes
+                pass
 
 
 def attend(

@@ -91,6 +91,8 @@ def open_work(config: DataConfig, work: Path, fingerprint: str) -> None:
             )
         shutil.rmtree(work)
     work.mkdir(parents=True, exist_ok=True)
+    for half_written in work.glob(".[0-9]*"):
+        half_written.unlink(missing_ok=True)
     write_json(plan, {"fingerprint": fingerprint})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 
 from plume.config import UserError
@@ -11,6 +12,7 @@ from plume.data.maker import ShardMaker
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that half-written files are taken away
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # whatever a library prints must not come between the answers
         try:

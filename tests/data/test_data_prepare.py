@@ -1,0 +1,390 @@
+"""Prepare: the same shards whatever the workers, kills and resumes; clear words for full disks and torn files."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from rich.console import Console
+
+from plume.config import CleanConfig, DataConfig, TokenizerConfig, UserError
+from plume.data import open_shards, prepare, show_report
+from plume.data.maker import ShardMaker
+from plume.text import load_tokenizer, train_tokenizer
+
+TEXT = "the owl hunts at night and rests by day while people sleep in their houses near a quiet river"
+WORDS = TEXT.split()
+
+
+def write_rows(path: Path, megabytes: float, seed: int = 0) -> list[str]:
+    rng, texts, size = random.Random(seed), list[str](), 0
+    with path.open("w") as stream:
+        while size < megabytes * 1e6:
+            texts.append(f"{len(texts)} " + " ".join(rng.choices(WORDS, k=rng.randrange(20, 200))) + ".")
+            size += stream.write(json.dumps({"text": texts[-1]}) + "\n")
+    return texts
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(TokenizerConfig(vocab_size=300), [" ".join(WORDS) * 3]).save(folder)
+    return TokenizerConfig(folder=folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".tokens", ".starts")}
+    return files | {"data.json": (folder / "data.json").read_bytes()}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> tuple[Path, list[str]]:
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    return path, write_rows(path, 4.5)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, rows, tokenizer) -> DataConfig:
+    """The uninterrupted run in this process alone."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    config = DataConfig(paths=(str(rows[0]),), folder=folder, tokenizer=tokenizer, shard_mb=1, workers=1)
+    prepare(config)
+    return config
+
+
+def test_shards_hold_the_tokens_of_every_document_once(whole, rows):
+    tokenizer = load_tokenizer(whole.tokenizer.folder)
+    expected = sorted((*tokenizer.encode(text), tokenizer.end) for text in rows[1])
+    found = []
+    for split in ("train", "validation"):
+        (stream,) = open_shards(whole.folder, split, tokenizer_hash=tokenizer.hash).streams
+        found += [tuple(stream.document(n).tolist()) for n in range(stream.documents)]
+    assert sorted(found) == expected
+
+
+def test_the_split_is_by_document_and_of_the_wanted_size(whole, rows):
+    validation = open_shards(whole.folder, "validation")
+    assert validation.documents / len(rows[1]) == pytest.approx(0.01, abs=0.005)
+    assert validation.manifest.dtype == "uint16"
+
+
+def test_a_position_knows_its_document(whole):
+    shards = open_shards(whole.folder)
+    (stream,) = shards.streams
+    assert len(shards.manifest.train) > 3
+    starts = np.array([stream.start_of(n) for n in range(stream.documents + 1)])
+    assert (np.diff(starts) > 0).all()
+    rng = np.random.default_rng(0)
+    for start in rng.integers(0, len(stream) - 5000, 50).tolist():
+        oracle = np.searchsorted(starts, np.arange(start, start + 5000), side="right") - 1
+        np.testing.assert_array_equal(stream.documents_between(start, start + 5000), oracle)
+    ends = np.flatnonzero(stream.read(0, len(stream)) == shards.manifest.separator)
+    np.testing.assert_array_equal(ends + 1, starts[1:])
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_any_number_of_workers_gives_the_same_shards(tmp_path, whole, workers):
+    prepare(replace(whole, folder=tmp_path / "out", workers=workers))
+    assert contents(tmp_path / "out") == contents(whole.folder)
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, whole):
+    folder = tmp_path / "out"
+    script = f"""
+from pathlib import Path
+from plume.config import *
+from plume.data import prepare
+prepare(DataConfig(paths={whole.paths!r}, folder=Path({str(folder)!r}), shard_mb=1, workers=2,
+    tokenizer=TokenizerConfig(folder=Path({str(whole.tokenizer.folder)!r}))))
+"""
+    kills = 0
+    for delay in (0.2, 0.6, 0.0, 0.3):
+        run = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+        while run.poll() is None and not (folder / ".work" / "plan.json").is_file():
+            time.sleep(0.02)
+        time.sleep(delay)
+        children = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
+        for process in (run.pid, *(c.pid for c in children)):
+            try:
+                os.kill(process, signal.SIGKILL)
+                kills += process == run.pid
+            except ProcessLookupError:
+                pass
+        run.wait()
+        if (folder / "data.json").is_file():
+            break
+        with pytest.raises(UserError, match="holds unfinished data; run the same prepare again"):
+            open_shards(folder)
+    assert kills > 0
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert contents(folder) == contents(whole.folder)
+    assert not (folder / ".work").exists()
+    assert not [p for p in folder.rglob(".*") if p.is_file()]
+
+
+def test_finished_work_is_not_done_again(tmp_path, whole, monkeypatch):
+    folder = tmp_path / "out"
+    made = []
+    original = ShardMaker.__call__
+
+    def counted(self, plain):
+        made.append(plain["number"])
+        if len(made) == 4:
+            raise KeyboardInterrupt
+        return original(self, plain)
+
+    monkeypatch.setattr(ShardMaker, "__call__", counted)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(replace(whole, folder=folder))
+    prepare(replace(whole, folder=folder))
+    assert made == [0, 1, 2, 3, *range(3, max(made) + 1)]
+    assert contents(folder) == contents(whole.folder)
+    made.clear()
+    prepare(replace(whole, folder=folder))
+    assert not made
+
+
+def test_other_settings_do_not_overwrite_unless_asked(tmp_path, whole):
+    folder = tmp_path / "out"
+    prepare(replace(whole, folder=folder))
+    before = contents(folder)
+    other = replace(whole, folder=folder, validation=0.2)
+    with pytest.raises(UserError, match="prepared from other texts or settings"):
+        prepare(other)
+    assert contents(folder) == before
+    prepare(replace(other, overwrite=True))
+    assert open_shards(folder, "validation").documents > 5 * open_shards(whole.folder, "validation").documents
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, whole, workers, monkeypatch):
+    """/dev/full gives the real error: every write to it finds no space."""
+    folder = tmp_path / "out"
+    config = replace(whole, folder=folder, workers=workers)
+    work = folder / ".work"
+    work.mkdir(parents=True)
+    if workers == 1:
+        original = Path.open
+
+        def full(self, mode="r", *args, **options):
+            blocked = mode == "wb" and self.name.startswith(".00003.tokens")
+            return original(Path("/dev/full") if blocked else self, mode, *args, **options)
+
+        monkeypatch.setattr(Path, "open", full)
+        with pytest.raises(UserError, match=r"the disk is full: 00003\.tokens"):
+            prepare(config)
+        monkeypatch.undo()
+    else:
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        (tmp_path / "sitecustomize.py").write_text(
+            "from pathlib import Path\noriginal = Path.open\n"
+            "def full(self, mode='r', *a, **k):\n"
+            "    blocked = mode == 'wb' and self.name.startswith('.00003.tokens')\n"
+            "    return original(Path('/dev/full') if blocked else self, mode, *a, **k)\n"
+            "Path.open = full\n"
+        )
+        with pytest.raises(UserError, match=r"the disk is full: 00003\.tokens"):
+            prepare(config)
+        monkeypatch.delenv("PYTHONPATH")
+    assert not list(folder.glob("*.tokens")) and not list(work.glob(".0*"))
+    assert (work / "00000.json").is_file()
+    prepare(config)
+    assert contents(folder) == contents(whole.folder)
+
+
+def test_a_full_disk_at_the_last_moment(tmp_path, whole, monkeypatch):
+    folder = tmp_path / "out"
+    rename = Path.rename
+
+    def full(self, target):
+        if Path(target).name == "data.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(UserError, match=r"the disk is full: data\.json"):
+        prepare(replace(whole, folder=folder))
+    monkeypatch.undo()
+    with pytest.raises(UserError, match="unfinished"):
+        open_shards(folder)
+    prepare(replace(whole, folder=folder))
+    assert contents(folder) == contents(whole.folder)
+
+
+def test_a_dead_worker_is_reported(tmp_path, whole, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif 'plume.data.worker' in sys.orig_argv: os.kill(os.getpid(), 9)\n"
+    )
+    with pytest.raises(UserError, match=r"a worker ended by itself \(code -9, killed: too little memory\?\)"):
+        prepare(replace(whole, folder=tmp_path / "out", workers=2))
+
+
+def test_another_tokenizer_is_refused_by_its_hash(whole):
+    other = train_tokenizer(TokenizerConfig(kind="bytes"), ["x"])
+    with pytest.raises(UserError, match="was prepared with another tokenizer"):
+        open_shards(whole.folder, tokenizer_hash=other.hash)
+
+
+def test_torn_and_missing_files_are_named(tmp_path, whole):
+    folder = tmp_path / "out"
+    prepare(replace(whole, folder=folder))
+    shard = folder / "train-00001.tokens"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-2])
+    with pytest.raises(
+        UserError, match=rf"train-00001\.tokens holds {len(data) - 2} bytes, but data\.json says {len(data)}"
+    ):
+        open_shards(folder)
+    shard.unlink()
+    with pytest.raises(UserError, match=r"train-00001\.tokens is missing"):
+        open_shards(folder)
+    (folder / "data.json").write_text("{")
+    with pytest.raises(UserError, match="is damaged: it is not JSON"):
+        open_shards(folder)
+    with pytest.raises(UserError, match=r"holds no prepared data \(data\.json is missing\); did you mean 'out'"):
+        open_shards(tmp_path / "outt")
+
+
+def prepare_text(tmp_path, text, **options):
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    given = {"tokenizer": TokenizerConfig(kind="characters")} | options
+    return prepare(DataConfig(paths=(str(path),), folder=tmp_path / "out", **given))
+
+
+def test_one_text_is_split_at_its_end(tmp_path):
+    text = "".join(random.Random(0).choices("abc \n", k=9999))
+    prepare_text(tmp_path, text, validation=0.1)
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
+    train, validation = (open_shards(tmp_path / "out", split).streams[0] for split in ("train", "validation"))
+    assert tokenizer.decode(train.read(0, len(train))) == text[: int(len(text) * 0.9)]
+    assert tokenizer.decode(validation.read(0, len(validation)), skip_special=True) == text[int(len(text) * 0.9) :]
+
+
+def test_tinyshakespeare_has_the_usual_split(tmp_path, shared):
+    text = (shared / "data" / "tinyshakespeare" / "input.txt").read_text()
+    prepare_text(tmp_path, text, validation=0.1)
+    assert open_shards(tmp_path / "out").tokens == 1_003_854
+
+
+def test_a_long_text_in_many_pieces_is_one_document(tmp_path):
+    text = "\n".join(f"line {n} of a long text" for n in range(60_000))
+    prepare_text(tmp_path, text, shard_mb=1, validation=0.0)
+    shards = open_shards(tmp_path / "out")
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
+    assert len(shards.manifest.train) > 1 and shards.documents == 1
+    assert tokenizer.decode(shards.streams[0].document(0), skip_special=True) == text
+    assert int((shards.streams[0].read(0, shards.tokens) == tokenizer.end).sum()) == 1
+
+
+def test_nothing_left_says_why_and_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"content": "x"}\n{"content": "y"}\n{broken\n')
+    for tokenizer in (TokenizerConfig(kind="bytes"), TokenizerConfig(vocab_size=300)):
+        with pytest.raises(
+            UserError, match=r"(?s)no document is left.*2 x no text in the field 'text'.*'content'"
+        ) as error:
+            prepare(DataConfig(paths=(str(path),), folder=tmp_path / "out", tokenizer=tokenizer))
+        assert "1 x not JSON" in str(error.value)
+        assert not (tmp_path / "out").exists()
+    prepare(
+        DataConfig(
+            paths=(str(path),), folder=tmp_path / "out", field="content", tokenizer=TokenizerConfig(kind="bytes")
+        )
+    )
+
+
+def test_the_report_is_kept_and_shown(tmp_path, whole):
+    report = json.loads((whole.folder / "report.json").read_text())
+    manifest = open_shards(whole.folder).manifest
+    assert report["tokens"] == sum(s.tokens for s in manifest.train)
+    assert report["sources"][0]["epochs"] == 1.0
+    (tmp_path / "bad.jsonl").write_text('{"text": "one text"}\nbroken\n')
+    bad = DataConfig(
+        paths=(str(tmp_path / "bad.jsonl"),), folder=tmp_path / "out", tokenizer=whole.tokenizer, budget=10**6
+    )
+    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    with console.file:
+        console.print(show_report(prepare(bad).report))
+    shown = console.export_text()
+    assert "not JSON" in shown and "bad.jsonl byte 21" in shown
+
+
+def test_duplicates_over_many_pieces(tmp_path, rows, tokenizer):
+    path = tmp_path / "twice.jsonl"
+    text = rows[0].read_text()
+    path.write_text(text + text)
+    config = DataConfig(
+        paths=(str(path),),
+        folder=tmp_path / "out",
+        tokenizer=tokenizer,
+        shard_mb=4,
+        clean=CleanConfig(duplicates="exact"),
+    )
+    (source,) = prepare(config).report["sources"]
+    assert source["kept"] == len(rows[1]) and source["left_out"]["duplicate"]["count"] == len(rows[1])
+
+
+def test_the_command_line(tmp_path):
+    (tmp_path / "a.txt").write_text("some words " * 50)
+    command = [sys.executable, "-m", "plume", "prepare", str(tmp_path / "a.txt"), "--folder", str(tmp_path / "out")]
+    run = subprocess.run([*command, "--tokenizer.kind", "bytes"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "training tokens" in run.stdout and open_shards(tmp_path / "out").documents == 1
+    run = subprocess.run([*command, "--clean.duplicate", "near", "--validation", "2"], capture_output=True, text=True)
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert "did you mean clean.duplicates?" in run.stderr and "validation=2.0 must be" in run.stderr
+
+
+def tree_peak(script: str) -> float:
+    """Most memory, in MB, that a script and its children held together."""
+    run, most = psutil.Popen([sys.executable, "-c", script]), 0
+    while run.poll() is None:
+        try:
+            family = [run, *run.children(recursive=True)]
+            most = max(most, sum(p.memory_info().rss for p in family))
+        except psutil.Error:
+            pass
+        time.sleep(0.02)
+    assert run.returncode == 0
+    return most / 1e6
+
+
+@pytest.mark.slow
+def test_memory_stays_flat(tmp_path, tokenizer):
+    peaks = []
+    for megabytes in (10, 60):
+        path, folder = tmp_path / f"{megabytes}.jsonl", tmp_path / f"out{megabytes}"
+        write_rows(path, megabytes)
+        peaks.append(
+            tree_peak(f"""
+from pathlib import Path
+from plume.config import *
+from plume.data import prepare
+prepare(DataConfig(paths=({str(path)!r},), folder=Path({str(folder)!r}), shard_mb=4, workers=2,
+    tokenizer=TokenizerConfig(folder=Path({str(tokenizer.folder)!r}))))
+""")
+        )
+    assert peaks[1] < 1.15 * peaks[0] + 10
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Ray's own
+def test_ray_gives_the_same_shards(tmp_path, whole):
+    ray = pytest.importorskip("ray", reason="needs the extra `cluster`")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        prepare(replace(whole, folder=tmp_path / "out", on="ray"))
+    finally:
+        ray.shutdown()
+    assert contents(tmp_path / "out") == contents(whole.folder)
