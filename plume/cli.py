@@ -52,6 +52,21 @@ def plan(
 
 
 @app.command
+def demo(
+    *, text: list[str] | None = None, folder: Path = Path("runs/demo"), minutes: float = 2.0, seed: int = 1
+) -> None:
+    """A first model in a few minutes: from text to samples.
+
+    It reads the source of Python's standard library, or your --text, trains a tokenizer and a small GPT-2, compares its
+    loss with what simple statistics reach, writes samples, and says how to go on.
+    """
+    settings = config.DemoConfig(text=() if text is None else tuple(text), folder=folder, minutes=minutes, seed=seed)
+    from plume.demo import demo as run
+
+    run(settings)
+
+
+@app.command
 def prepare(*words: Overrides) -> None:
     """Texts to token shards.
 
@@ -93,6 +108,117 @@ def inspect_tokenizer(folder: Path, text: str) -> None:
     from plume.text import inspect_table, load_tokenizer
 
     show(inspect_table(load_tokenizer(folder), text))
+
+
+@app.command
+def pretrain(
+    recipe: Path, /, *overrides: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False
+) -> None:
+    """Texts to a pretrained model, as a recipe says.
+
+    Any field of the recipe is an option: --folder runs/mine, --train.steps 500, --data.paths '["my.txt"]'. With
+    --resume it goes on from the newest whole checkpoint; with --overwrite it begins again. Under torchrun it is one
+    rank of many.
+    """
+    settings = configured(config.PretrainConfig, recipe, overrides)
+    from plume.train.pretrain import pretrain as run
+
+    result = run(settings)
+    if result.main:
+        print(json.dumps(result.as_json(), indent=2) if as_json else result.summary())
+
+
+@app.command
+def runs(
+    *folders: Path,
+    compare: bool = False,
+    plot: Path | None = None,
+    as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False,
+) -> None:
+    """List run folders (those below runs/ unless named), compare their settings and losses, or plot them as a PNG."""
+    from plume.train import runs as look
+
+    found = look.find_runs(folders if folders else (Path("runs"),))
+    if plot is not None:
+        look.plot_runs([run.folder for run in found], plot)
+        print(f"wrote {plot}")
+    elif as_json:
+        print(json.dumps([run.as_json() for run in found], indent=2))
+    elif compare:
+        look.show_comparison(found)
+    else:
+        look.show_runs(found)
+
+
+@app.command
+def doctor(
+    *, device: str = "auto", as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False, patience: float = 30.0
+) -> None:
+    """Is this machine fit to train: devices, memory, the fastest precision; under torchrun also a sum over all ranks."""
+    from plume.train.doctor import doctor as examine
+    from plume.train.doctor import show_diagnosis
+
+    found = examine(device, patience)
+    if found is None:
+        return
+    if as_json:
+        print(json.dumps(found.as_json(), indent=2))
+    else:
+        show_diagnosis(found)
+    if not found.well:
+        raise UserError("not all is well: see above")
+
+
+@app.command
+def serve(
+    *words: Overrides, new_key: Annotated[bool, cyclopts.Parameter(name="--new-key", negative=())] = False
+) -> None:
+    """Serve models over HTTP, in the shape that OpenAI's clients speak: `plume serve MODEL [MODEL...]`.
+
+    MODEL is a model folder, a run folder or a hub name; NAME=MODEL gives it another name. Options: every field of the
+    serve config (--port 9000, --batch 32, --engine.precision int8, --runs runs), or a recipe file with the same fields.
+    --new-key prints a fresh API key and the hash to give with --keys.
+    """
+    from plume import serve as serving
+
+    if new_key:
+        key, hashed = serving.new_key()
+        print(
+            f"key:  {key}\nhash: {hashed}\nStart the server with --keys '[\"{hashed}\"]' and give the key to its user."
+        )
+        return
+    serving.serve(served(words))
+
+
+@app.command
+def explore(*words: Overrides, browser: Annotated[bool, cyclopts.Parameter(name="--browser")] = True) -> None:
+    """Open the Explorer on a model: next tokens, attention, layers, surprise, training runs.
+
+    `plume explore MODEL [MODEL...]` serves them and opens the page; --no-browser only prints its address. Options as
+    for `plume serve`.
+    """
+    from plume import serve as serving
+
+    serving.explore(served(words), browser=browser)
+
+
+def served(words: Sequence[str]) -> config.ServeConfig:
+    """Models first, then options; or a recipe and options."""
+    count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    recipe = Path(words[0]) if count == 1 and words[0].endswith(".toml") else None
+    start = {"models": list(words[:count])} if recipe is None else {}
+    return configured(config.ServeConfig, recipe, words[count:], start=start)
+
+
+@app.command(name="import")
+def import_model(source: str, /, *, out: Path) -> None:
+    """Copy a model from the hub, or a folder made elsewhere, into a checked model folder of your own."""
+    from plume.text import load_tokenizer
+    from plume.weights import load_model, model_hash, resolve, save_model
+
+    folder = resolve(source)
+    info = {"imported_from": source, "imported_hash": model_hash(folder)}
+    print(save_model(load_model(folder), out, tokenizer=load_tokenizer(folder), info=info))
 
 
 def show(*things: Any) -> None:

@@ -33,7 +33,7 @@ from plume.config import TrainConfig, UserError
 from plume.train.checkpoint import Checkpoints
 from plume.train.devices import Precision, is_out_of_memory
 from plume.train.distribute import Distributed, distribute
-from plume.train.optim import Optimizers, rate, whole
+from plume.train.optim import Optimizers, rate, same_mesh, total_norm, whole
 from plume.train.progress import Progress
 from plume.train.ranks import Ranks
 
@@ -181,7 +181,7 @@ class Trainer:
                     raise
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             self.shrink(reason)  # outside the handler, which would keep the failed step's tensors alive
-        norm = self.gradient_norm()
+        norm = total_norm(self.optimizers.gradients())
         if not math.isfinite(norm):
             raise NonFinite(self.why_not_finite(norm, totals))
         self.clip(norm)
@@ -211,7 +211,7 @@ class Trainer:
                 part = self.distributed.module(batch.to(self.ranks.device))  # (K,)
                 (part * scale.to(part.dtype)).sum().backward()
             totals += part.detach()
-        self.tokens += int(told[-1])
+        self.tokens += int(told[-1]) * self.distributed.replicas // self.ranks.size  # split matrices see the same rows
         return totals, counts
 
     def share(self, rows: int) -> list[tuple[int, int]]:
@@ -245,14 +245,10 @@ class Trainer:
         self.micro_batch //= 2
         self.progress.say(f"out of memory at step {self.step}: now {self.micro_batch} sequences at a time, same batch")
 
-    def gradient_norm(self) -> float:
-        gradients = [p.grad for p in self.optimizers.names if p.grad is not None]
-        return float(whole(torch.nn.utils.get_total_norm(gradients)))
-
     def clip(self, norm: float) -> None:
         if self.config.clip is not None and norm > self.config.clip:
-            gradients: list[Any] = [p.grad for p in self.optimizers.names if p.grad is not None]
-            torch._foreach_mul_(gradients, self.config.clip / (norm + 1e-6))
+            for together in same_mesh(self.optimizers.gradients()):
+                torch._foreach_mul_(together, self.config.clip / (norm + 1e-6))
 
     def why_not_finite(self, norm: float, totals: Tensor) -> str:
         broken = [

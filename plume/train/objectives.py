@@ -150,7 +150,7 @@ class Tokens:
         return torch.tensor([float((batch.targets != IGNORE).sum())])
 
     def totals(self, model: Model, batch: TensorBatch) -> Tensor:
-        return self.token_total(model, self.hidden(model, batch), batch)[None]  # (1,)
+        return torch.stack([self.token_total(model, self.hidden(model, batch), batch)])  # (1,)
 
     def hidden(self, model: Model, batch: TensorBatch) -> Tensor:
         if isinstance(model.body, EncoderDecoder):

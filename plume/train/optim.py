@@ -92,6 +92,20 @@ def shared_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def same_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors in groups that torch can work on together: those cut over the same ranks."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
+
+
+def total_norm(tensors: Iterable[Tensor]) -> float:
+    """The norm of all tensors as one long vector."""
+    norms = [float(whole(nn.utils.get_total_norm(group))) for group in same_mesh(tensors)]
+    return math.hypot(*norms)
+
+
 def same_shape(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     groups: dict[torch.Size, list[Tensor]] = {}
     for p in params:
@@ -132,6 +146,9 @@ class Optimizers:
                 group["lr"] = peak * scale
             part.step()
 
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.names if p.grad is not None]
+
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
@@ -159,7 +176,11 @@ def adamw(names: Mapping[Tensor, str], config: TrainConfig, share: Callable[[str
     alike: dict[tuple[float, float], list[Tensor]] = {}
     for p, name in names.items():
         alike.setdefault((config.lr * share(name), config.weight_decay if decays(p) else 0.0), []).append(p)
-    groups = [{"params": params, "lr": lr, "weight_decay": decay} for (lr, decay), params in alike.items()]
+    groups = [
+        {"params": together, "lr": lr, "weight_decay": decay}
+        for (lr, decay), params in alike.items()
+        for together in same_mesh(params)
+    ]
     fused = all(p.device.type in ("cpu", "cuda") for p in names)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused)
     for p in names:

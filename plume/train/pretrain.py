@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ from plume.train.devices import choose_precision, flops_per_token
 from plume.train.loop import Outcome, Task, Trainer
 from plume.train.objectives import HEAD_OF, TensorBatch, objective_called
 from plume.train.optim import batch_rows, rows_before, whole
+from plume.train.progress import clock
 from plume.train.ranks import Ranks, join
 from plume.train.runs import METRICS, PLOT, RECIPE, SAMPLES, differences_of, read_recipe_of, write_recipe
 from plume.weights import save_model
@@ -52,9 +54,24 @@ class RunResult:
     uniform: float  # the loss of knowing nothing
     unigram: float  # the loss of knowing only how frequent each token is
 
+    main: bool = True  # whether this process speaks for all ranks
+
     @property
     def model(self) -> Path:
         return self.folder / "model"
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "folder": str(self.folder), "model": str(self.model)}
+
+    def summary(self) -> str:
+        end = "finished" if self.outcome.finished else "stopped"
+        loss = self.outcome.loss if self.outcome.validation is None else self.outcome.validation
+        kind = "loss" if self.outcome.validation is None else "validation loss"
+        return (
+            f"{end} at step {self.outcome.step} after {self.outcome.tokens:,} tokens and {clock(self.outcome.seconds)}: "
+            f"{kind} {loss:.4f} (token frequencies alone {self.unigram:.4f}, knowing nothing {self.uniform:.4f})\n"
+            f"model: {self.model}"
+        )
 
 
 class Samples(Protocol):
@@ -92,12 +109,13 @@ class ValidationBatches:
 def pretrain(config: PretrainConfig) -> RunResult:
     """Run a recipe: alone, or as one of many processes that torchrun started."""
     with join(config.train.device) as ranks:
-        open_folder(config, ranks)
-        data = prepared_data(config, ranks)
-        tokenizer = load_tokenizer(data / "tokenizer")
-        torch.manual_seed(config.train.seed)
-        model = Model(replace(config.model, vocab_size=tokenizer.vocab_size), HEAD_OF[config.objective.name])
-        task = make_task(config, model, tokenizer, data)
+        with no_trace_of_failure(config.folder, ranks):
+            open_folder(config, ranks)
+            data = prepared_data(config, ranks)
+            tokenizer = load_tokenizer(data / "tokenizer")
+            torch.manual_seed(config.train.seed)
+            model = Model(replace(config.model, vocab_size=tokenizer.vocab_size), HEAD_OF[config.objective.name])
+            task = make_task(config, model, tokenizer, data)
         precision = choose_precision(ranks.device, config.train.precision)
         trainer = Trainer(task, config.train, config.folder, ranks, precision)
         parameters = sum(p.numel() for p in model.parameters())
@@ -109,10 +127,22 @@ def pretrain(config: PretrainConfig) -> RunResult:
         outcome = trainer.run(resume=config.resume)
         export(config, trainer, tokenizer, outcome, data)
         assert task.floor is not None
-        return RunResult(config.folder, outcome, math.log(tokenizer.vocab_size), task.floor)
+        return RunResult(config.folder, outcome, math.log(tokenizer.vocab_size), task.floor, ranks.main)
 
 
 # ---- the run folder ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_trace_of_failure(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """A run that cannot even begin leaves no folder behind that was not there before."""
+    new = not folder.exists()
+    try:
+        yield
+    except UserError:
+        if new and ranks.main:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def open_folder(config: PretrainConfig, ranks: Ranks) -> None:

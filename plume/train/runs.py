@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ class RunInfo:
     seconds: float
     model: bool  # whether its model folder is written
     recipe: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "folder": str(self.folder)}
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -110,9 +113,13 @@ def differences_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def list_runs(folder: Path) -> list[RunInfo]:
-    """Every run below a folder, by name."""
-    return [read_run(path.parent) for path in sorted(folder.glob(f"*/{RECIPE}"))]
+def find_runs(folders: Sequence[Path]) -> list[RunInfo]:
+    """The runs named, and those below a folder that is none itself."""
+    found: list[RunInfo] = []
+    for folder in folders:
+        below = sorted(path.parent for path in folder.glob(f"*/{RECIPE}"))
+        found += [read_run(path) for path in below] if below else [read_run(folder)]
+    return found
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

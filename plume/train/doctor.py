@@ -1,0 +1,153 @@
+"""Is this machine, and are all ranks, fit to train? Devices, precision, memory, and a sum over ranks that names who lags."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plume.train.devices import choose_precision, matmul_speed
+from plume.train.ranks import Ranks, join
+
+SLOW = 2.0  # times the median: a rank beyond this is named
+NUMBERS = 1 << 22  # summed over ranks in the test: 16 MiB
+
+
+@dataclass(frozen=True)
+class Health:
+    """What one process found."""
+
+    rank: int
+    host: str
+    device: str
+    memory_gb: float
+    fp32: float  # operations per second in matrix products
+    bf16: float
+    precision: str  # what auto would choose
+    threads: int
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All ranks together."""
+
+    ranks: list[Health]
+    dead: list[int]  # did not answer in time
+    slow: list[int]  # need more than SLOW times as long as the median for the same product
+    all_reduce_seconds: float | None  # for NUMBERS floats
+    bytes_per_second: float | None
+    python: str
+    torch: str
+
+    @property
+    def well(self) -> bool:
+        return not self.dead and not self.slow
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "well": self.well}
+
+
+def doctor(device: str = "auto", patience: float = 30.0) -> Diagnosis | None:
+    """Examine this machine, or every rank under torchrun; only the main rank gets the answer, the others None."""
+    with join(device) as ranks:
+        mine = examine(ranks)
+        everyone: list[Health] = [mine]
+        dead: list[int] = []
+        seconds: float | None = None
+        if ranks.many:
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
+            dead = missing_ranks(group, ranks, patience)
+            if dead:
+                return diagnose([mine], dead, None) if ranks.main else None
+            gathered: list[Any] = [None] * ranks.size
+            dist.all_gather_object(gathered, mine, group=group)
+            everyone = gathered
+            seconds = time_all_reduce(ranks)
+        return diagnose(everyone, dead, seconds) if ranks.main else None
+
+
+def examine(ranks: Ranks) -> Health:
+    fp32, bf16 = (matmul_speed(ranks.device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    return Health(
+        rank=ranks.rank,
+        host=platform.node(),
+        device=str(ranks.device),
+        memory_gb=round(memory_bytes(ranks.device) / 2**30, 1),
+        fp32=fp32,
+        bf16=bf16,
+        precision=choose_precision(ranks.device, "auto").name,
+        threads=torch.get_num_threads(),
+    )
+
+
+def memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 0
+
+
+def missing_ranks(group: Any, ranks: Ranks, patience: float) -> list[int]:
+    """Ranks that do not reach a barrier in time; the others then know it too."""
+    try:
+        dist.monitored_barrier(group, timeout=timedelta(seconds=patience), wait_all_ranks=True)
+    except RuntimeError as error:
+        named = re.search(r"[Rr]anks? ([\d, ]+)", str(error))
+        found = [int(number) for number in re.findall(r"\d+", named[1])] if named else []
+        return found if found else [r for r in range(ranks.size) if r != ranks.rank]
+    return []
+
+
+def time_all_reduce(ranks: Ranks, tries: int = 3) -> float:
+    numbers, best = torch.ones(NUMBERS, device=ranks.device), float("inf")
+    for _ in range(tries):
+        numbers.fill_(1.0)
+        began = time.perf_counter()
+        total = float(ranks.sum(numbers)[-1])  # reading one number waits for the device
+        best = min(best, time.perf_counter() - began)
+        assert total == ranks.size, f"a sum of ones over {ranks.size} ranks gave {total}"
+    return best
+
+
+def diagnose(everyone: list[Health], dead: list[int], seconds: float | None) -> Diagnosis:
+    usual = median(health.fp32 for health in everyone)
+    slow = [health.rank for health in everyone if health.fp32 * SLOW < usual]
+    size = len(everyone)
+    rate = None if not seconds else 2 * (size - 1) / size * NUMBERS * 4 / seconds  # what a ring moves per rank
+    return Diagnosis(everyone, dead, slow, seconds, rate, platform.python_version(), torch.__version__)
+
+
+def show_diagnosis(found: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"Python {found.python}, torch {found.torch}", highlight=False)
+    table = Table("rank", "host", "device", "memory", "threads", "fp32", "bf16", "precision")
+    for health in found.ranks:
+        speeds = [f"{speed / 1e9:,.0f} GFLOP/s" for speed in (health.fp32, health.bf16)]
+        memory = f"{health.memory_gb} GiB"
+        row = [str(health.rank), health.host, health.device, memory, str(health.threads), *speeds, health.precision]
+        table.add_row(*row)
+    console.print(table)
+    if found.bytes_per_second is not None and found.all_reduce_seconds is not None:
+        console.print(
+            f"sum over {len(found.ranks)} ranks of {NUMBERS * 4 >> 20} MiB: {found.all_reduce_seconds * 1e3:.1f} ms, "
+            f"{found.bytes_per_second / 1e9:.2f} GB/s per rank",
+            highlight=False,
+        )
+    for rank in found.dead:
+        console.print(f"rank {rank} did not answer: look at its log and its machine", style="red")
+    for rank in found.slow:
+        console.print(f"rank {rank} is more than {SLOW:g} times slower than the median rank", style="yellow")
+    if found.well:
+        console.print("all is well", style="green")

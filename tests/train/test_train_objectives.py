@@ -1,0 +1,135 @@
+"""Losses against torch's own and transformers', values and gradients."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from families import TRANSFORMER, random_model, random_pair
+from plume.data import IGNORE
+from plume.train.objectives import TensorBatch, objective_called, token_loss
+
+
+def plain_loss(features: Tensor, table: Tensor, targets: Tensor, bias: Tensor | None, smoothing: float) -> Tensor:
+    logits = F.linear(features, table, bias).flatten(0, -2)
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, label_smoothing=smoothing, reduction="sum")
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk_numbers", [1, 50, 1 << 20])
+def test_chunked_loss_is_the_plain_loss(smoothing: float, with_bias: bool, chunk_numbers: int) -> None:
+    torch.manual_seed(0)
+    table = torch.randn(16, 8, dtype=torch.float64, requires_grad=True)  # three rows are padding
+    features = torch.randn(3, 5, 8, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(13, dtype=torch.float64, requires_grad=True) if with_bias else None
+    targets = torch.randint(0, 13, (3, 5))
+    targets[0, 1] = targets[2] = IGNORE
+    inputs = [t for t in (features, table, bias) if t is not None]
+    theirs = plain_loss(features, table[:13], targets, bias, smoothing)
+    expected = torch.autograd.grad(3 * theirs, inputs)
+    ours = token_loss(
+        features, table, targets, vocab_size=13, bias=bias, smoothing=smoothing, chunk_numbers=chunk_numbers
+    )
+    gradients = torch.autograd.grad(3 * ours, inputs)
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    for mine, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_no_targets_give_zero_and_no_gradient() -> None:
+    features = torch.randn(0, 8, requires_grad=True)
+    table = torch.randn(5, 8, requires_grad=True)
+    token_loss(features, table, torch.empty(0, dtype=torch.long), vocab_size=5).backward()
+    assert table.grad is not None and not table.grad.any()
+
+
+def test_logits_are_never_all_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = 0
+    linear = F.linear
+
+    def watched(*args: Tensor) -> Tensor:
+        nonlocal largest
+        out = linear(*args)
+        largest = max(largest, out.numel())
+        return out
+
+    monkeypatch.setattr("plume.train.objectives.F.linear", watched)
+    features, table = torch.randn(64, 8, requires_grad=True), torch.randn(100, 8, requires_grad=True)
+    token_loss(features, table, torch.randint(0, 100, (64,)), vocab_size=100, chunk_numbers=1000)
+    assert 0 < largest <= 1000
+
+
+def test_language_model_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    theirs, ours = random_pair("gpt2", "next-token", tmp_path)
+    text = torch.randint(0, 61, (3, 13))
+    batch = TensorBatch(tokens=text[:, :-1], targets=text[:, 1:])
+    objective = objective_called("language-model")
+    mean = objective.totals(ours, batch) / objective.counts(batch)
+    torch.testing.assert_close(mean[0], theirs(text, labels=text).loss, rtol=1e-5, atol=1e-5)
+
+
+def masked_batch() -> tuple[TensorBatch, torch.Tensor]:
+    """Rows of uneven length with uneven masks, as positions and as transformers' labels."""
+    torch.manual_seed(1)
+    tokens, lengths = torch.randint(0, 61, (3, 10)), torch.tensor([10, 7, 4])
+    places = torch.tensor([0, 3, 9, 12, 21])  # three in the first row, one in each of the others
+    labels = torch.full((30,), IGNORE)
+    labels[places] = torch.randint(0, 61, (5,))
+    batch = TensorBatch(
+        tokens=tokens,
+        targets=labels[places],
+        positions=places,
+        lengths=lengths,
+        segments=torch.randint(0, 2, (3, 10)),
+        next_sentence=torch.tensor([0, 1, 1]),
+    )
+    return batch, labels.view(3, 10)
+
+
+def test_masked_and_next_sentence_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    theirs, ours = random_pair("bert", "pretraining", tmp_path)
+    batch, labels = masked_batch()
+    objective = objective_called("masked-next-sentence")
+    means = objective.totals(ours, batch) / objective.counts(batch)
+    loss = sum(mean * weight for mean, weight in zip(means, objective.parts.values(), strict=True))
+    assert batch.lengths is not None
+    out = theirs(
+        batch.tokens,
+        attention_mask=(torch.arange(10) < batch.lengths[:, None]).long(),
+        token_type_ids=batch.segments,
+        labels=labels,
+        next_sentence_label=batch.next_sentence,
+    )
+    torch.testing.assert_close(loss, out.loss, rtol=1e-5, atol=1e-5)
+    right = (out.seq_relationship_logits.argmax(dim=1) == batch.next_sentence).float().mean()
+    torch.testing.assert_close(means[2], right)
+
+
+def test_masked_loss_is_that_of_transformers(tmp_path: Path) -> None:
+    theirs, ours = random_pair("bert", "masked-token", tmp_path)
+    batch, labels = masked_batch()
+    objective = objective_called("masked")
+    mean = objective.totals(ours, batch) / objective.counts(batch)
+    assert batch.lengths is not None
+    mask = (torch.arange(10) < batch.lengths[:, None]).long()
+    out = theirs(batch.tokens, attention_mask=mask, token_type_ids=batch.segments, labels=labels)
+    torch.testing.assert_close(mean[0], out.loss, rtol=1e-5, atol=1e-5)
+
+
+def test_translation_loss_is_torchs_with_label_smoothing() -> None:
+    model = random_model(TRANSFORMER)
+    torch.manual_seed(2)
+    source, tokens, targets = (torch.randint(0, 61, (2, n)) for n in (7, 5, 5))
+    source_lengths, lengths = torch.tensor([7, 3]), torch.tensor([5, 2])
+    targets[1, 2:] = IGNORE
+    batch = TensorBatch(
+        tokens=tokens, targets=targets, lengths=lengths, source=source, source_lengths=source_lengths
+    )
+    logits = model(source, tokens, lengths=source_lengths, target_lengths=lengths)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, label_smoothing=0.1)
+    objective = objective_called("sequence-to-sequence", smoothing=0.1)
+    mean = objective.totals(model, batch) / objective.counts(batch)
+    torch.testing.assert_close(mean[0], expected, rtol=1e-5, atol=1e-5)
