@@ -17,7 +17,8 @@ from plume.data.rows import COMPRESSED, TABLES, open_bytes, suffix_of
 from plume.data.web import ARCHIVES, PAGES, hub_shards
 
 TEXTS = (".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js", ".ts", ".raw")
-NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+# encodings and pydoc_data are tables, not code
 STRIPS = 8  # parts that one compressed file is read in when there are few: each decompresses from the start
 EXPANSION = 4  # compressed text grows about this much; only the balance of the work depends on it
 

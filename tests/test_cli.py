@@ -1,0 +1,94 @@
+"""What a person sees who makes a mistake: one clear message, code 2, no traceback, nothing half-written."""
+
+import subprocess
+import sys
+
+import pytest
+from families import FAMILIES, random_model
+
+from plume.cli import main
+from plume.weights import save_model
+
+
+def refused(capsys, words, *parts):
+    assert main(words) == 2
+    said = capsys.readouterr()
+    message = said.err + said.out
+    assert "Traceback" not in message
+    for part in parts:
+        assert part in " ".join(message.replace("│", " ").split())
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_missing_file(capsys, here):
+    refused(capsys, ["demo", "--text", "no_such_book.txt", "--folder", "run"], "no_such_book.txt")
+    assert list(here.iterdir()) == []
+
+
+def test_an_empty_text(capsys, here):
+    (here / "empty.txt").write_text("")
+    refused(capsys, ["demo", "--text", "empty.txt", "--folder", "run"], "there is no text in empty.txt")
+    assert [path.name for path in here.iterdir()] == ["empty.txt"]
+
+
+def test_a_text_shorter_than_the_context(capsys, here):
+    (here / "short.txt").write_text("Only a few words, far too few for a window of the model.\n" * 3)
+    refused(capsys, ["demo", "--text", "short.txt", "--folder", "run", "--minutes", "0.01"], "one window needs 257")
+    assert [path.name for path in here.iterdir()] == ["short.txt"]
+
+
+def test_a_truncated_model(capsys, here):
+    folder = save_model(random_model(FAMILIES["gpt2"]), here / "model")
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    refused(capsys, ["import", str(folder), "--out", "copy"], "model.safetensors is damaged or truncated")
+    assert not (here / "copy").exists()
+
+
+def test_a_wrong_vocabulary_size(capsys, here):
+    folder = save_model(random_model(FAMILIES["gpt2"]), here / "model")
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 61', '"vocab_size": 62'))
+    refused(capsys, ["import", str(folder), "--out", "copy"], "(61, 16) in the file, (62, 16) by config.json")
+    assert not (here / "copy").exists()
+
+
+def test_an_unknown_preset(capsys):
+    refused(capsys, ["plan", "gtp2"], "there is no preset 'gtp2'; did you mean 'gpt2'?")
+
+
+def test_a_typo_in_an_option(capsys):
+    refused(capsys, ["plan", "gpt2", "--modle.layers", "3"], "there is no modle; did you mean model?")
+    refused(capsys, ["plan", "gpt2", "--model.layrs", "3"], "did you mean model.layers?")
+    refused(capsys, ["demo", "--minuets", "3"], "--minuets")
+
+
+def test_a_typo_in_a_verb(capsys):
+    refused(capsys, ["pretran"], 'Did you mean "pretrain"?')
+
+
+def test_a_verb_typed_in_a_shell_ends_with_code_2(here):
+    command = [sys.executable, "-m", "plume", "demo", "--text", "nothing.txt"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("plume: ")
+    assert "Traceback" not in result.stderr
+
+
+def test_a_folder_made_elsewhere_is_imported(capsys, here):
+    from plume.config import TokenizerConfig
+    from plume.text import train_tokenizer
+
+    tokenizer = train_tokenizer(TokenizerConfig(kind="bytes"), ["any text"])
+    from dataclasses import replace
+
+    model = random_model(replace(FAMILIES["gpt2"], vocab_size=tokenizer.vocab_size))
+    save_model(model, here / "theirs", tokenizer=tokenizer)
+    assert main(["import", "theirs", "--out", "ours"]) == 0
+    assert (here / "ours" / "plume.json").is_file()
+    assert (here / "ours" / "tokenizer.json").is_file()
