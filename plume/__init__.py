@@ -1,0 +1,21 @@
+"""From raw text to a pretrained, fine-tuned, measured, served and explorable language model."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plume.data.prepare import prepare as prepare
+    from plume.generate.lm import load as load
+    from plume.train.pretrain import pretrain as pretrain
+
+__version__ = "0.1.0.dev0"
+_HOMES = {"load": "plume.generate.lm", "prepare": "plume.data.prepare", "pretrain": "plume.train.pretrain"}
+__all__ = ["load", "prepare", "pretrain"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"plume has no {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
