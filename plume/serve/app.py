@@ -18,7 +18,7 @@ from plume.serve.completions import complete, sse
 from plume.serve.errors import ApiError
 from plume.serve.guard import Figures, Guard
 from plume.serve.models import Models
-from plume.serve.runs import Runs, records
+from plume.serve.runs import Runs, curve, samples
 
 SUMMARY = "Text completion, scores, masks, labels and explanations of models that Plume trained or opened."
 
@@ -30,7 +30,8 @@ def create_app(config: ServeConfig, *, log: IO[str] | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        await asyncio.to_thread(models.open_all)
+        if not models.opened:
+            await asyncio.to_thread(models.open_all)
         app.state.ready = True
         yield
         app.state.ready = False
@@ -155,7 +156,8 @@ def install_runs(app: FastAPI, runs: Runs) -> None:
     @app.get("/v1/runs/{name}", tags=["runs"])
     async def one_run(name: str) -> dict[str, Any]:
         """All figures and samples of a run."""
-        return {"name": name, "records": await asyncio.to_thread(records, folder_of(name))}
+        folder = folder_of(name)
+        return {"name": name, "records": await asyncio.to_thread(lambda: [*curve(folder), *samples(folder)])}
 
     @app.get("/v1/runs/{name}/events", tags=["runs"])
     async def follow_run(name: str) -> StreamingResponse:

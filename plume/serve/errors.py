@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from starlette.exceptions import HTTPException
+from starlette.exceptions import HTTPException as AnyHTTPException
 
 from plume.config import UserError
 from plume.serve.scheduler import Busy, TimedOut
@@ -24,7 +24,7 @@ KINDS = {
 }
 
 
-class ApiError(Exception):
+class ApiError(HTTPException):  # one of fastapi's, which it lets through while it reads a body
     def __init__(
         self,
         status: int,
@@ -34,9 +34,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message, headers=dict(headers or {}))
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
@@ -58,7 +57,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, RequestValidationError):
         return invalid(error)
-    if isinstance(error, HTTPException):
+    if isinstance(error, AnyHTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     return ApiError(500, "the server has a defect; its log says more", code="internal_error")
 
@@ -82,5 +81,5 @@ def install(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
 
-    for kind in (ApiError, Busy, TimedOut, UserError, RequestValidationError, HTTPException):
+    for kind in (ApiError, Busy, TimedOut, UserError, RequestValidationError, AnyHTTPException):
         app.add_exception_handler(kind, handle)

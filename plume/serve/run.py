@@ -9,12 +9,16 @@ import sys
 import threading
 import webbrowser
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from plume.config import ServeConfig, UserError
 from plume.serve.app import create_app
+from plume.train.runs import RECIPE
 
 
 class Server(uvicorn.Server):
@@ -51,14 +55,18 @@ def bind(config: ServeConfig) -> socket.socket:
     return listener
 
 
-def serve(config: ServeConfig, *, when_ready: Callable[[str], None] | None = None) -> None:
-    """Listen until SIGTERM or Ctrl-C; then finish the requests under way, but not longer than config.drain."""
-    listener = bind(config)
-    port = listener.getsockname()[1]
-    address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}/"
-    log = None if config.access_log is None else config.access_log.open("a", encoding="utf-8")
-    app = create_app(config, log=log)
-    settings = uvicorn.Config(
+def with_runs(config: ServeConfig) -> ServeConfig:
+    """Beside a model that lies in a run folder, the runs next to it are shown."""
+    if config.runs is None:
+        for given in config.models:
+            folder = Path(given.rpartition("=")[2]).expanduser()
+            if (folder / RECIPE).is_file():
+                return replace(config, runs=folder.resolve().parent)
+    return config
+
+
+def uvicorn_settings(app: FastAPI, config: ServeConfig) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
         log_level="warning",
         access_log=False,
@@ -69,6 +77,15 @@ def serve(config: ServeConfig, *, when_ready: Callable[[str], None] | None = Non
         h11_max_incomplete_event_size=65536,
     )
 
+
+def serve(config: ServeConfig, *, when_ready: Callable[[str], None] | None = None) -> None:
+    """Listen until SIGTERM or Ctrl-C; then finish the requests under way, but not longer than config.drain."""
+    config, listener = with_runs(config), bind(config)
+    port = listener.getsockname()[1]
+    address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}/"
+    log = None if config.access_log is None else config.access_log.open("a", encoding="utf-8")
+    app = create_app(config, log=log)
+
     def ready() -> None:
         print(f"plume serves {', '.join(config.models)} at {address}", file=sys.stderr, flush=True)
         if when_ready is not None:
@@ -78,7 +95,8 @@ def serve(config: ServeConfig, *, when_ready: Callable[[str], None] | None = Non
         app.state.ready = False
 
     try:
-        Server(settings, ready, stopping).run(sockets=[listener])
+        app.state.models.open_all()  # before anything listens, so that a mistake is only a message
+        Server(uvicorn_settings(app, config), ready, stopping).run(sockets=[listener])
     finally:
         listener.close()
         if log is not None:

@@ -74,20 +74,19 @@ class Runs:
 
     async def follow(self, folder: Path, going_on: Callable[[], bool]) -> AsyncIterator[dict[str, Any]]:
         """All records, then new ones as they come; all again, marked so, when the run has gone back to a checkpoint."""
-        sent = 0
-        first = True
+        sent, first = (0, 0), True
         while going_on():
-            rows = await asyncio.to_thread(records, folder)
-            if len(rows) < sent:
-                sent, first = 0, True
-            if first or len(rows) > sent:
-                yield {"reset": first, "records": rows[sent:]}
-            sent, first = len(rows), False
+            points, written = await asyncio.to_thread(lambda: (curve(folder), samples(folder)))
+            if len(points) < sent[0]:
+                sent, first = (0, 0), True
+            if first or (len(points), len(written)) != sent:
+                yield {"reset": first, "records": [*points[sent[0] :], *written[sent[1] :]]}
+            sent, first = (len(points), len(written)), False
             await asyncio.sleep(EVERY)
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
-    """Metrics and samples of a run under the page's names, in the order of the steps."""
+def curve(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of a run under the page's names; a validation stands where the training was then."""
     rows: list[dict[str, Any]] = []
     names = {"loss": "loss", "validation_loss": "validation", "lr": "rate", "gradient_norm": "norm",
              "tokens_per_second": "speed", "tokens": "tokens", "seconds": "seconds"}  # fmt: skip
@@ -97,16 +96,17 @@ def records(folder: Path) -> list[dict[str, Any]]:
         row = {name: value for name, value in row.items() if value == value and abs(value) < 1e300}
         at |= {name: row[name] for name in ("tokens", "seconds") if name in row}
         rows.append({"step": line["step"], **at, **row})
-    rows += [{"step": step, "sample": text} for step, text in samples(folder)]
     return rows
 
 
-def samples(folder: Path) -> list[tuple[int, str]]:
+def samples(folder: Path) -> list[dict[str, Any]]:
+    """What the model wrote on the way."""
     file = folder / SAMPLES
     if not file.is_file():
         return []
     parts = re.split(r"^--- step (\d+)\n", file.read_text(encoding="utf-8", errors="replace"), flags=re.MULTILINE)
-    return [(int(step), text.strip()[:2000]) for step, text in zip(parts[1::2], parts[2::2], strict=True)]
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    return [{"step": int(step), "sample": text.strip()[:2000]} for step, text in pairs]
 
 
 def open_checkpoint(origin: Origin, config: ServeConfig) -> LM:

@@ -29,7 +29,8 @@ const masked = (state) => new Set(state.masked ? state.masked.split('.').map(Num
 function wordsOf({ starts, spans }, text) {
   const found = [];
   starts.forEach((start, i) => { if (start || !found.length) found.push({ places: [i] }); else found.at(-1).places.push(i); });
-  return found.map(({ places }) => ({ places, from: spans[places[0]][0], to: spans[places.at(-1)][1], text: text.slice(spans[places[0]][0], spans[places.at(-1)][1]).trim() }));
+  const letters = [...text]; // spans count characters, not halves of them
+  return found.map(({ places }) => ({ places, from: spans[places[0]][0], to: spans[places.at(-1)][1], text: letters.slice(spans[places[0]][0], spans[places.at(-1)][1]).join('').trim() }));
 }
 
 function drawWords(self) {
@@ -56,8 +57,8 @@ function list(self, word, candidates) {
 }
 
 function put(self, i, piece) {
-  const { store } = self.context, { text } = store.state, { from, to } = self.all[i], space = /^\s/.test(text.slice(from, to)) ? ' ' : '';
+  const { store } = self.context, letters = [...store.state.text], { from, to } = self.all[i], space = /^\s/.test(letters[from]) ? ' ' : '';
   const chosen = masked(store.state);
   chosen.delete(i);
-  store.set({ text: text.slice(0, from) + space + piece.trim() + text.slice(to), ids: '', masked: [...chosen].join('.') }, { push: true });
+  store.set({ text: letters.slice(0, from).join('') + space + piece.trim() + letters.slice(to).join(''), ids: '', masked: [...chosen].join('.') }, { push: true });
 }

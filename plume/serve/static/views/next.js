@@ -26,7 +26,7 @@ export function update(self, state) {
   const { context, root } = self;
   self.sliders.forEach((one) => one.set(state));
   if (!context.model().plume.writes) { self.rows.replaceChildren(h('p', { class: 'empty' }, context.t('notForModel', { what: context.t('aCausal'), model: context.model().id }))); return; }
-  const body = { model: context.model().id, ...subject(state), k: 200 }, asked = JSON.stringify(body);
+  const body = { model: context.model().id, ...subject(state), k: 200, temperatures: true }, asked = JSON.stringify(body);
   if (asked === self.asked) { draw(self); return; }
   self.asked = asked;
   context.ask(root, context.question('next'), '/v1/next-tokens', body, (answer) => {

@@ -50,6 +50,7 @@ function follow(self) {
     self.following.add(name);
     self.records.set(name, []);
     self.context.api.stream(`run ${name}`, `/v1/runs/${encodeURIComponent(name)}/events`, undefined, (event) => {
+      if (event.reset) self.records.set(name, []);
       self.records.get(name).push(...event.records);
       clearTimeout(self.soon);
       self.soon = setTimeout(() => { if (!self.gone) { drawNames(self); draw(self); } }, 50);

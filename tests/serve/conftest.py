@@ -1,0 +1,121 @@
+"""Tiny models with real tokenizers, and a real server on loopback."""
+
+import io
+import json
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from plume.config import PRESETS, EngineConfig, ServeConfig, TokenizerConfig
+from plume.heads import Model
+from plume.serve import create_app
+from plume.serve.run import uvicorn_settings
+from plume.text import train_tokenizer
+from plume.train.runs import write_recipe
+from plume.weights import save_model
+
+TEXTS = [
+    "The robot must obey the orders given it by human beings because it was made to serve.",
+    "A robot may not injure a human being or, through inaction, allow a human being to come to harm.",
+    "Once upon a time there was a little girl named Lily. She lived in a small house near the wood.",
+    "你好，世界。机器人必须服从人类的命令。 </script> <b>bold</b> \U0001f916 \U0001f600",
+] * 4
+SMALL = {"layers": 2, "heads": 4, "width": 32, "context": 64, "dropout": 0.0}
+
+
+def tiny(preset: str, head: str, folder: Path, tokenizer: TokenizerConfig, *, labels: tuple[str, ...] = ()) -> Path:
+    trained = train_tokenizer(tokenizer, TEXTS)
+    torch.manual_seed(0)
+    model = Model(replace(PRESETS[preset], vocab_size=trained.vocab_size, **SMALL), head, labels).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return save_model(model, folder, tokenizer=trained)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("models")
+    bpe, pieces = TokenizerConfig(vocab_size=400), TokenizerConfig(kind="wordpiece", vocab_size=400)
+    return {
+        "gpt": tiny("gpt2", "next-token", place / "gpt", bpe),
+        "other": tiny("openai-gpt", "next-token", place / "other", TokenizerConfig(kind="characters")),
+        "bert": tiny("bert-tiny", "masked-token", place / "bert", pieces),
+        "labels": tiny("bert-tiny", "classify", place / "labels", pieces, labels=("bad", "good")),
+    }
+
+
+@pytest.fixture(scope="session")
+def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder as training leaves it."""
+    place = tmp_path_factory.mktemp("runs")
+    for name, steps in (("first", 40), ("second", 20)):
+        folder = place / name
+        folder.mkdir()
+        write_recipe(folder, {"train": {"steps": steps}})
+        rows = []
+        for step in range(10, steps + 1, 10):
+            point = {
+                "loss": 6.0 - step / 20,
+                "lr": 1e-3,
+                "gradient_norm": 0.5,
+                "tokens": 100 * step,
+                "seconds": step / 2,
+            }
+            rows += [
+                {"step": step, **point, "tokens_per_second": 200.0},
+                {"step": step, "validation_loss": 6.1 - step / 20},
+            ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "samples.txt").write_text("--- step 10\nOnce upon <b>a</b>\n--- step 20\nOnce upon a time\n")
+    return place
+
+
+@dataclass
+class Running:
+    url: str
+    log: io.StringIO
+    app: object
+
+
+def run_server(config: ServeConfig) -> Iterator[Running]:
+    log = io.StringIO()
+    app = create_app(config, log=log)
+    settings = uvicorn_settings(app, config)
+    settings.port = 0
+    server = uvicorn.Server(settings)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until = time.monotonic() + 60
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < until, "the server did not start"
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield Running(f"http://127.0.0.1:{port}", log, app)
+    app.state.ready = False
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def serve_config(models: dict[str, Path], runs_folder: Path) -> ServeConfig:
+    places = tuple(str(path) for path in models.values())
+    return ServeConfig(models=places, runs=runs_folder, engine=EngineConfig(engine="torch"), batch=8, queue=64)
+
+
+@pytest.fixture(scope="session")
+def server(serve_config: ServeConfig) -> Iterator[Running]:
+    yield from run_server(serve_config)
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
