@@ -371,10 +371,8 @@ class TrainConfig:
         ]
         if self.clip is not None and not self.clip > 0:
             problems.append(f"clip={self.clip} must be above 0, for example 1.0, or unset")
-        if not 0 <= self.warmup <= self.steps:
-            problems.append(
-                f"warmup={self.warmup} must lie between 0 and steps={self.steps}; {self.steps // 10} would do"
-            )
+        if self.warmup < 0:
+            problems.append(f"warmup={self.warmup} cannot be negative; 0 means none")
         if not 0.0 <= self.final_lr <= 1.0 or not 0.0 < self.cooldown <= 1.0:
             problems.append(f"final_lr={self.final_lr} and cooldown={self.cooldown} are shares between 0 and 1")
         if not 1 <= self.muon_iterations <= 5:
