@@ -341,6 +341,7 @@ class TrainConfig:
     checkpoint_every: int | None = None  # unset means as often as validation
     keep_last: int = 2  # checkpoints
     keep_best: bool = True  # also the checkpoint of the lowest validation loss; the model folder is made from it
+    average: int = 1  # last checkpoints whose mean the model folder is made from, as the Transformer's 5; 1 means the last
     sample_every: int | None = None  # unset means as often as validation
     sample_prompt: str = ""
     sample_tokens: int = 64
@@ -382,6 +383,10 @@ class TrainConfig:
         if self.batch_start is not None and self.ramp_steps < 1:
             problems.append(
                 f"ramp_steps={self.ramp_steps} must be at least 1 when the batch grows from {self.batch_start}"
+            )
+        if not 1 <= self.average <= self.keep_last or (self.average > 1 and self.keep_best):
+            problems.append(
+                f"average={self.average} needs keep_last={self.average} or more, and keep_best=false when it is above 1"
             )
         if problems:
             raise UserError("; ".join(problems))

@@ -149,7 +149,7 @@ class Transform:
         parts = [part for side in sides for part in side]
         self.cut.note(sum(len(part) for part in parts), limit)
         keep = iter(shares([len(part) for part in parts], limit))
-        kept = [np.concatenate([part[: next(keep)] for part in side]) for side in sides]
+        kept = [np.concatenate([part[: next(keep)] for part in side]).tolist() for side in sides]
         tokens, segments = self.tokenizer.wrap(kept[0], kept[1] if p.second is not None else None)
         return Row(np.array(tokens, dtype=np.int32), np.array(segments, dtype=np.int32))
 

@@ -23,7 +23,7 @@ class Metric(Protocol):
 
     def results(self) -> dict[str, float]: ...
 
-    def baseline(self) -> float: ...  # the main one for answers that ignore the input
+    def baseline(self, name: str) -> float: ...  # what answers that ignore the input get
 
 
 class Labels:
@@ -52,8 +52,14 @@ class Labels:
         found["matthews"] = float((total * hits.sum() - (truth * given).sum()) / spread) if spread else 0.0
         return found
 
-    def baseline(self) -> float:
-        return float(self.confusion.sum(axis=1).max() / max(self.confusion.sum(), 1))
+    def baseline(self, name: str) -> float:
+        """The best that always giving one and the same label gets."""
+        found = []
+        for given in range(len(self.labels)):
+            constant = Labels(self.labels)
+            constant.confusion[:, given] = self.confusion.sum(axis=1)
+            found.append(constant.results()[name])
+        return max(found)
 
 
 def _ratio(above: Floats, below: Floats) -> Floats:
@@ -81,8 +87,8 @@ class Numbers:
             "mse": float(np.mean((right - given) ** 2)) if len(right) else 0.0,
         }
 
-    def baseline(self) -> float:
-        return 0.0
+    def baseline(self, name: str) -> float:
+        return math.inf if name in LOWER_IS_BETTER else 0.0
 
 
 def correlation(a: Floats, b: Floats) -> float:
@@ -117,12 +123,12 @@ class Choices:
     def results(self) -> dict[str, float]:
         return {"accuracy": self.right / max(self.total, 1)}
 
-    def baseline(self) -> float:
+    def baseline(self, name: str) -> float:
         return self.chance / max(self.total, 1)
 
 
 class Entities:
-    """Precision, recall and F1 over whole entities, as CoNLL's script and seqeval count them; and tags that are right."""
+    """Precision, recall and F1 over whole entities, as seqeval counts them; and the share of tags that are right."""
 
     main = "f1"
 
@@ -145,8 +151,8 @@ class Entities:
         accuracy = self.words_right / max(self.words, 1)
         return {"f1": f1, "precision": precision, "recall": recall, "accuracy": accuracy}
 
-    def baseline(self) -> float:
-        return 0.0
+    def baseline(self, name: str) -> float:
+        return math.inf if name in LOWER_IS_BETTER else 0.0
 
     def by_kind(self) -> dict[str, dict[str, float]]:
         return {
@@ -159,7 +165,7 @@ class Entities:
 
 
 def entities(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """(kind, first word, last word) of each entity in B- I- O tags, E- S- too; a stray I- opens one, as in CoNLL's script.
+    """(kind, first word, last word) of each entity in B- I- O tags, E- S- too; a stray I- opens one.
 
     Tags without any prefix are entities where neighbours of one kind belong together.
     """
@@ -194,7 +200,7 @@ class Answers:
     def results(self) -> dict[str, float]:
         return {"exact_match": self.exact / max(self.total, 1), "f1": self.f1 / max(self.total, 1)}
 
-    def baseline(self) -> float:
+    def baseline(self, name: str) -> float:
         return self.empty / max(self.total, 1)
 
 
@@ -238,8 +244,8 @@ class Texts:
         }
         return found | {kind: 100 * sum(s[kind].fmeasure for s in scores) / max(len(scores), 1) for kind in kinds}
 
-    def baseline(self) -> float:
-        return 0.0
+    def baseline(self, name: str) -> float:
+        return math.inf if name in LOWER_IS_BETTER else 0.0
 
 
 def best_threshold(scores: Iterable[float], right: Iterable[bool], metric: str) -> float:
