@@ -39,7 +39,7 @@ export function bar(p, kind = '') {
 
 // ---- colour: equal steps of the value are equal steps to the eye (straight lines in OKLab)
 
-const RAMPS = { light: [[0.985, 0.002, 0.004], [0.36, -0.02, -0.105]], dark: [[0.205, 0, -0.004], [0.86, -0.03, -0.07]] };
+const RAMPS = { light: [[0.98, 0, 0.003], [0.36, -0.02, -0.105]], dark: [[0.225, -0.001, -0.006], [0.86, -0.03, -0.07]] };
 
 function srgb([l, a, b]) {
   const [x, y, z] = [l + 0.3963 * a + 0.2158 * b, l - 0.1056 * a - 0.0639 * b, l - 0.0895 * a - 1.2915 * b].map((v) => v ** 3);
@@ -111,7 +111,7 @@ export function matrix({ data, pieces, width, on, pick, query }) {
     columns[i] = s('text', { class: 'word', transform: `translate(${at + 4} ${label - 6}) rotate(-90)` }, cut(piece));
   });
   const frame = s('rect', { fill: 'none', stroke: 'var(--accent)', 'stroke-width': 1.5, rx: 2, visibility: 'hidden', width: size, height: cell, x: label });
-  const svg = s('svg', { width: label + size, height: label + size, role: 'img' }, rows.filter(Boolean), columns.filter(Boolean), frame);
+  const svg = s('svg', { width: label + size, height: label + size, role: 'img', style: { position: 'relative', 'pointer-events': 'none' } }, rows.filter(Boolean), columns.filter(Boolean), frame);
   const place = (event) => {
     const box = canvas.getBoundingClientRect();
     const [j, i] = [event.clientX - box.left, event.clientY - box.top].map((v) => Math.floor(v / cell));
