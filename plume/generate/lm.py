@@ -24,6 +24,7 @@ from plume.weights import load_model, read_config, resolve
 
 if TYPE_CHECKING:
     from plume.heads import Model
+    from plume.train.predict import Answer, Choice, Label, Predictor, TaggedWord
 
 Prompt = str | Sequence[int] | None  # text, token ids, or None for the start token
 
@@ -343,6 +344,40 @@ class LM:
                 real = (torch.arange(width) < lengths[:, None])[..., None]
                 rows.append(((hidden * real).sum(1) / lengths[:, None]).numpy())
         return np.concatenate(rows)
+
+    # -- fine-tuned heads
+
+    @cached_property
+    def predictor(self) -> Predictor:
+        """What answers with the head that fine-tuning put on this model."""
+        from plume.train.predict import Predictor
+
+        return Predictor(self.model, self.tokenizer, self.folder)
+
+    def classify(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Label] | list[float]:
+        """A label for each text, or for each text with its pair; a number where the model was trained on numbers."""
+        return self.predictor.classify(texts, pairs)
+
+    def similarity(self, first: Sequence[str], second: Sequence[str]) -> list[Label] | list[float]:
+        """How alike two texts are, pair by pair: as it was fine-tuned, or else the cosine of their vectors."""
+        if self.head in ("classify", "similarity"):
+            return self.predictor.classify(first, second)
+        if len(first) != len(second):
+            raise UserError(f"{len(first)} texts and {len(second)} others; each needs one")
+        a, b = (v / np.linalg.norm(v, axis=1, keepdims=True) for v in (self.embed(first), self.embed(second)))
+        return [float(cosine) for cosine in (a * b).sum(axis=1)]
+
+    def choose(self, context: str, choices: Sequence[str], *, question: str | None = None) -> Choice:
+        """Which candidate goes on a context, or answers a question about it."""
+        return self.predictor.choose(context, choices, question)
+
+    def tag(self, sentences: Sequence[str | Sequence[str]]) -> list[list[TaggedWord]]:
+        """A tag for every word of every sentence."""
+        return self.predictor.tag(sentences)
+
+    def answer(self, *, question: str, context: str) -> Answer:
+        """The stretch of the context that answers the question."""
+        return self.predictor.answer(question, context)
 
 
 def best_of(results: Sequence[Generation], config: SamplingConfig) -> Generation:
