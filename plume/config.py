@@ -642,9 +642,7 @@ class MaskingConfig:
     masked: float = 0.8  # become the mask token
     random: float = 0.1  # become any token; the rest stays as it is
     whole_words: bool = False
-    copies: int | None = (
-        None  # so many fixed versions of each text, in turn (BERT: 10); unset means a new one each pass
-    )
+    copies: int | None = None  # fixed versions of each text, in turn (BERT: 10); unset means a new one in each pass
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
@@ -701,6 +699,19 @@ class PretrainConfig:
                 f"objective.name={self.objective.name!r} with decoder_layers={self.model.decoder_layers}: "
                 "sequence-to-sequence needs a decoder beside the encoder, and nothing else does"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """A prompt, a file of prompts, or a conversation at the terminal when there is neither."""
+
+    model: str  # model folder, run folder or hub name
+    prompt: str | None = None
+    prompts: Path | None = None  # a file with one prompt per line, or .jsonl with "prompt" in each line
+    out: Path | None = None  # where the answers to a file of prompts go, as .jsonl; unset means the standard output
+    unconditional: bool = False  # a sample from the start token
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -793,6 +804,39 @@ class DecodeBenchConfig:
     prefill: int = 512  # tokens of the long prompt that is only read
     rounds: int = 3  # the best of these counts
     threads: int | None = None  # unset means all cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillConfig:
+    """From a pretrained teacher and texts to a smaller student."""
+
+    teacher: str  # folder or hub name
+    folder: Path  # of the run: model/, checkpoints/, metrics.jsonl, loss.png
+    train: TrainConfig
+    layers: int | None = None  # of the student; unset means half of the teacher's
+    width: int | None = None  # unset means the teacher's
+    heads: int | None = None  # unset means the teacher's
+    drop_segments: bool = False  # DistilBERT has no segment table and no pooler
+    start: Literal["teacher", "random"] = "teacher"  # first weights: layers of the teacher, evenly spaced, or new ones
+    temperature: float = 2.0  # that softens what both say of the tokens
+    soft: float = 5.0  # weight of the teacher's probabilities; these four are DistilBERT's, whose attention is 0
+    hard: float = 2.0  # weight of the text itself
+    hidden: float = 1.0  # weight of the angle between hidden states, layer by layer
+    attention: float = 0.0  # weight of the squared distance of attention scores, as in TinyBERT
+    objective: ObjectiveConfig = ObjectiveConfig()  # name follows the teacher
+    data: DataConfig = DataConfig(paths=("python:stdlib",), folder=Path("data/stdlib"))  # cut by the teacher's tokenizer
+    prepared: Path | None = None  # a folder that `plume prepare` has filled with the teacher's tokenizer
+    resume: bool = False  # go on from the newest whole checkpoint
+    overwrite: bool = False  # replace what is in the run folder
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise UserError(f"temperature={self.temperature} must be above 0, for example 2")
+        weights = (self.soft, self.hard, self.hidden, self.attention)
+        if min(weights) < 0 or max(weights) == 0:
+            raise UserError("soft, hard, hidden and attention are weights: none below 0 and one at least above it")
+        if self.layers is not None and self.layers < 1:
+            raise UserError(f"layers={self.layers} must be at least 1")
 
 
 T = TypeVar("T")

@@ -138,7 +138,10 @@ def on_ray(config: DataConfig, work: Path, pieces: list[Piece]) -> Iterator[Resu
     rows = ray.data.from_items(plain, override_num_blocks=len(plain))
     maker: Any = OnRay  # Ray's types know functions alone
     for row in rows.map(maker, fn_constructor_args=(config, work.resolve()), concurrency=(1, len(plain))).iter_rows():
-        yield pickle.loads(row["result"])
+        result = pickle.loads(row["result"])
+        if isinstance(result, UserError):
+            raise result
+        yield result
 
 
 def everywhere(piece: Piece) -> Piece:
@@ -155,4 +158,8 @@ class OnRay:
         self.make = ShardMaker(config, work)
 
     def __call__(self, row: dict[str, bytes]) -> dict[str, bytes]:
-        return {"result": pickle.dumps(self.make(pickle.loads(row["piece"])))}
+        try:
+            result: Result | UserError = self.make(pickle.loads(row["piece"]))
+        except UserError as error:  # as it is: Ray would wrap it into its own traceback
+            result = error
+        return {"result": pickle.dumps(result)}

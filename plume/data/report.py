@@ -73,16 +73,18 @@ def add_shares(sources: list[dict[str, Any]], config: DataConfig) -> None:
 
 def show_report(report: dict[str, Any]) -> Group:
     """The report as tables for a terminal."""
-    table = Table("source", title=f"{report['folder']}: {report['tokens']:,} training tokens", title_justify="left")
+    table = Table(title=f"{report['folder']}: {report['tokens']:,} training tokens", title_justify="left")
+    table.add_column("source", overflow="fold")
     for column in ("MB", "documents", "kept", "tokens", "held out", "share", "epochs"):
-        table.add_column(column, justify="right")
-    lost = Table("left out of", "why", title_justify="left")
-    lost.add_column("documents", justify="right")
-    lost.add_column("first at")
+        table.add_column(column, justify="right", no_wrap=True)
+    lost = Table()
+    for column in ("left out of", "why", "first at"):
+        lost.add_column(column, overflow="fold")
+    lost.add_column("documents", justify="right", no_wrap=True)
     for s in report["sources"]:
         note = " (weight 0: not read)" if s["share"] == 0 else ""
         cells = [f"{s[k]:,}" for k in ("megabytes", "read", "kept", "tokens", "validation_tokens")]
         table.add_row(s["name"] + note, *cells, f"{s['share']:.1%}", f"{s['epochs']:.2f}")
         for reason, found in s["left_out"].items():
-            lost.add_row(s["name"], reason, f"{found['count']:,}", found["first"])
+            lost.add_row(s["name"], reason, found["first"], f"{found['count']:,}")
     return Group(table, lost) if lost.row_count else Group(table)

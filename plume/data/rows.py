@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -115,7 +116,7 @@ def parse_line(line: bytes, where: str, tally: Tally | None) -> Row | None:
     if not line.strip():
         return None
     try:
-        value = json.loads(line.decode("utf-8-sig"))
+        value = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
     except UnicodeDecodeError:
         reject("not UTF-8", where, tally)
         return None

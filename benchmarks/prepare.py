@@ -1,0 +1,123 @@
+"""From .jsonl to token shards against `datasets` map with `tokenizers`, interleaved; and peak memory over input size.
+
+    python -m benchmarks.prepare --vocabulary FOLDER [--megabytes 50] [--large 500] [--rounds 3]
+
+FOLDER holds GPT-2's vocab.json and merges.txt. Every run is a process of its own; its memory is that of its whole tree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from plume.data.sources import find_files
+
+WORKERS = 2
+OURS = """
+import sys
+from pathlib import Path
+from plume.config import DataConfig, TokenizerConfig
+from plume.data import prepare
+text, out, vocabulary, workers = sys.argv[1:]
+tokenizer = TokenizerConfig(folder=Path(vocabulary))
+prepare(DataConfig(paths=(text,), folder=Path(out), tokenizer=tokenizer, workers=int(workers)))
+"""
+# The usual script: map in processes, then one memory-mapped file per split, in 1024 parts.
+THEIRS = """
+import os, sys
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+import datasets, numpy as np
+from tokenizers import ByteLevelBPETokenizer
+text, out, vocabulary, workers = sys.argv[1:]
+datasets.disable_progress_bars()
+tokenizer = ByteLevelBPETokenizer(f"{vocabulary}/vocab.json", f"{vocabulary}/merges.txt")._tokenizer
+def encode(rows):
+    ids = [[*e.ids, 50256] for e in tokenizer.encode_batch_fast(rows["text"])]
+    return {"ids": ids, "len": [len(i) for i in ids]}
+data = datasets.load_dataset("json", data_files=text, split="train", cache_dir=out)
+data = data.train_test_split(test_size=0.01, seed=1)
+data = data.map(encode, batched=True, num_proc=int(workers), remove_columns=["text"])
+for split, rows in data.items():
+    total = int(np.sum(rows["len"], dtype=np.uint64))
+    shard = np.memmap(f"{out}/{split}.bin", dtype=np.uint16, mode="w+", shape=(total,))
+    place, parts = 0, min(1024, len(rows))
+    for part in range(parts):
+        ids = np.concatenate(rows.shard(num_shards=parts, index=part, contiguous=True).with_format("numpy")["ids"])
+        shard[place : place + len(ids)] = ids
+        place += len(ids)
+    shard.flush()
+"""
+
+
+def write_corpus(path: Path, megabytes: int) -> None:
+    """The standard library in documents of about 2 kB, over and over, each time a little different."""
+    text = "".join(p.read_text(encoding="utf-8", errors="replace") for p in find_files("python:stdlib"))
+    size, number = 0, 0
+    with path.open("w") as stream:
+        while size < megabytes << 20:
+            start = number * 2000 % (len(text) - 2000)
+            document = (
+                text[start : start + 2000].replace("self", f"me{number % 97}").replace("the", f"the{number // 6000}")
+            )
+            size += stream.write(json.dumps({"text": f"# {number}\n{document}"}) + "\n")
+            number += 1
+
+
+def run(script: str, *words: str) -> tuple[float, float]:
+    """(seconds, peak megabytes of the process and its children)."""
+    began, most = time.perf_counter(), 0
+    process = psutil.Popen([sys.executable, "-c", script, *words], stdout=subprocess.DEVNULL)
+    while process.poll() is None:
+        with contextlib.suppress(psutil.Error):  # a child may have just ended
+            most = max(most, sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]))
+        time.sleep(0.05)
+    if process.returncode != 0:
+        raise SystemExit(process.returncode)
+    return time.perf_counter() - began, most / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocabulary", required=True)
+    parser.add_argument("--megabytes", type=int, default=50)
+    parser.add_argument("--large", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder)
+        small, large = base / "small.jsonl", base / "large.jsonl"
+        write_corpus(small, args.megabytes)
+        megabytes = small.stat().st_size / 1e6
+        ratios = []
+        for n in range(args.rounds):
+            speeds, peaks = {}, {}
+            for name, script in (("plume", OURS), ("datasets", THEIRS)):
+                seconds, peaks[name] = run(script, str(small), str(base / f"{name}{n}"), args.vocabulary, str(WORKERS))
+                speeds[name] = megabytes / seconds
+            ratios.append(speeds["plume"] / speeds["datasets"])
+            print(
+                f"round {n + 1}: plume {speeds['plume']:.1f} MB/s ({peaks['plume']:.0f} MB), datasets + tokenizers "
+                f"{speeds['datasets']:.1f} MB/s ({peaks['datasets']:.0f} MB), ratio {ratios[-1]:.2f}",
+                flush=True,
+            )
+        print(f"median ratio {statistics.median(ratios):.2f} (at least 2.5 wanted)")
+        if args.large:
+            write_corpus(large, args.large)
+            most = {path: run(OURS, str(path), f"{path}.out", args.vocabulary, str(WORKERS)) for path in (small, large)}
+            for path, (seconds, peak) in most.items():
+                size = path.stat().st_size / 1e6
+                print(f"plume on {size:.0f} MB: {size / seconds:.1f} MB/s, peak {peak:.0f} MB")
+            print(f"peak ratio {most[large][1] / most[small][1]:.3f} (flat wanted)")
+
+
+if __name__ == "__main__":
+    main()
