@@ -20,6 +20,8 @@ app = cyclopts.App(
 )
 tokenizer = cyclopts.App(name="tokenizer", help="Train a tokenizer, or look at how one cuts a text.")
 app.command(tokenizer)
+bench = cyclopts.App(name="bench", help="Measure Plume beside its peers on this machine.")
+app.command(bench)
 
 T = TypeVar("T")
 Overrides = Annotated[str, cyclopts.Parameter(show=False, allow_leading_hyphen=True)]
@@ -129,6 +131,46 @@ def pretrain(
 
 
 @app.command
+def finetune(
+    *words: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False
+) -> None:
+    """A pretrained model and labelled rows to a measured model.
+
+    `plume finetune --model MODEL --task.train FILE --folder FOLDER`, with any field of the config as an option
+    (--task.kind tag, --task.columns.text review, --adapt.mode lora, --seeds 5); or `plume finetune RECIPE.toml`. The
+    model folder, report.md, predictions.jsonl and plots are written into the folder.
+    """
+    recipe, overrides = (Path(words[0]), words[1:]) if words and not words[0].startswith("--") else (None, words)
+    settings = configured(config.FinetuneConfig, recipe, overrides)
+    from plume.generate.translating import finetune as run
+
+    result = run(settings)
+    if as_json:
+        print((settings.folder / "results.json").read_text(encoding="utf-8"))
+    else:
+        about = result.summary
+        spread = f"from {about['lowest']:.4f} to {about['highest']:.4f} over {len(result.seeds)} seeds"
+        print(f"validation {result.metric}: median {about['median']:.4f}, {spread}; wrote {settings.folder / 'report.md'}")
+
+
+@app.command
+def distill(
+    *words: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False
+) -> None:
+    """A smaller student of a pretrained teacher.
+
+    `plume distill --teacher MODEL --prepared DATA --folder FOLDER`, with any field of the config as an option
+    (--layers 6, --temperature 2, --train.steps 2000); or `plume distill RECIPE.toml`.
+    """
+    recipe, overrides = (Path(words[0]), words[1:]) if words and not words[0].startswith("--") else (None, words)
+    settings = configured(config.DistillConfig, recipe, overrides)
+    from plume.train.distill import distill as run
+
+    result = run(settings)
+    print(json.dumps(result.as_json(), indent=2) if as_json else result.summary())
+
+
+@app.command
 def runs(
     *folders: Path,
     compare: bool = False,
@@ -219,6 +261,50 @@ def import_model(source: str, /, *, out: Path) -> None:
     folder = resolve(source)
     info = {"imported_from": source, "imported_hash": model_hash(folder)}
     print(save_model(load_model(folder), out, tokenizer=load_tokenizer(folder), info=info))
+
+
+@app.command
+def generate(model: str, prompt: str | None = None, /, *words: Overrides) -> None:
+    """Write text: after a prompt, after each prompt of a file (--prompts), or in a conversation at the terminal.
+
+    Other options: the fields of sampling and engine by name, for example --temperature 0.8 --top-k 20 --seed 1
+    --precision int8 --stop "END"; --out FILE, --unconditional. `plume generate MODEL --options` lists them all.
+    """
+    from plume.generate import command
+
+    if prompt is not None and prompt.startswith("--"):
+        prompt, words = None, (prompt, *words)
+    if "--options" in words:
+        show(options_table(config.GenerateConfig))
+        return
+    command.generate(command.configure(model, prompt, words))
+
+
+@app.command
+def export(model: Path, /, *words: Overrides) -> None:
+    """Write a model for another runtime and check it there: --format gguf or onnx, --precision, --cache, --out."""
+    settings = configured(config.ExportConfig, None, words, start={"model": str(model)})
+    from plume.generate.export import export as write
+
+    print(write(settings))
+
+
+@bench.command(name="decode")
+def bench_decode(*words: Overrides) -> None:
+    """How fast a GPT writes here, beside every other installed engine: --model, --preset, --rounds, --threads, ..."""
+    settings = configured(config.DecodeBenchConfig, None, words)
+    from plume.generate import bench as benching
+
+    show(benching.table(benching.bench_decode(settings), settings))
+
+
+def options_table(kind: type) -> Any:
+    from rich.table import Table
+
+    table = Table("option", "type", "default", "meaning")
+    for row in config.describe(kind):
+        table.add_row(*row)
+    return table
 
 
 def show(*things: Any) -> None:

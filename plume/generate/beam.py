@@ -27,7 +27,7 @@ class Beam:
     total: float = 0.0  # what the search compares: penalties and bans included
 
     def rating(self, penalty: float) -> float:
-        return self.total / max(1, len(self.logprobs)) ** penalty
+        return float(self.total / max(1, len(self.logprobs)) ** penalty)
 
 
 def beam_search(
@@ -121,7 +121,7 @@ class Search:
         if len(self.finished) < self.config.beams:
             return False
         length = len(beams[0].logprobs) if self.config.length_penalty <= 0 else self.limit
-        best = max(beam.total for beam in beams) / max(1, length) ** self.config.length_penalty
+        best = float(max(beam.total for beam in beams) / max(1, length) ** self.config.length_penalty)
         return best <= self.finished[-1][0].rating(self.config.length_penalty)
 
     def _seat(self, beams: list[Beam], following: list[tuple[Beam, Beam]]) -> list[Beam]:

@@ -40,13 +40,13 @@ def read_bandwidth(threads: int, size: int = 1 << 30) -> float:
     """Bytes per second that all threads together read out of a buffer no cache holds."""
     from numba import njit
 
-    @njit(nogil=True, fastmath=True)
-    def read(x: Any) -> Any:
-        total = np.float32(0)
+    def total(x: Any) -> Any:
+        result = np.float32(0)
         for i in range(x.size):
-            total += x[i]
-        return total
+            result += x[i]
+        return result
 
+    read: Any = njit(nogil=True, fastmath=True)(total)
     buffer = np.ones(size // 4, np.float32)
     read(buffer[:8])
     parts = np.array_split(buffer, threads)
@@ -87,7 +87,9 @@ def plume_engine(folder: Path, config: DecodeBenchConfig, precision: Any) -> Con
     from plume.generate.lm import LM
     from plume.text import load_tokenizer
 
-    lm = LM(folder, load_tokenizer(folder), EngineConfig(precision=precision, threads=config.threads, slots=config.batch))
+    lm = LM(
+        folder, load_tokenizer(folder), EngineConfig(precision=precision, threads=config.threads, slots=config.batch)
+    )
 
     def write(prompts: Prompts, new: int) -> None:
         lm.runner.forget()
@@ -105,6 +107,8 @@ def plume_engine(folder: Path, config: DecodeBenchConfig, precision: Any) -> Con
 def llama_engine(gguf: Path, config: DecodeBenchConfig, threads: int, name: str) -> Contender:
     """llama.cpp's bare decode loop: no sampling, no Python objects per token."""
     import llama_cpp
+
+    from plume.generate.export import silence_llama
 
     silence_llama()
     settings = llama_cpp.llama_model_default_params()
@@ -141,19 +145,10 @@ def llama_engine(gguf: Path, config: DecodeBenchConfig, threads: int, name: str)
     return Contender(name, write, read, gguf.stat().st_size)
 
 
-def silence_llama() -> None:
-    import llama_cpp
-
-    if not hasattr(silence_llama, "kept"):
-        quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(quiet, None)
-        silence_llama.kept = quiet  # type: ignore[attr-defined]  # C holds no reference to it
-
-
 def llama_engines(folder: Path, config: DecodeBenchConfig, threads: int, room: Path) -> Iterator[Contender]:
     import llama_cpp
 
-    from plume.generate.export import export
+    from plume.generate.export import export, silence_llama
 
     silence_llama()
     whole = room / "f32.gguf"
@@ -172,8 +167,9 @@ def transformers_engine(folder: Path, config: DecodeBenchConfig, threads: int) -
     import transformers
 
     torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.eval()
 
     def write(prompts: Prompts, new: int) -> None:
         tokens = torch.tensor(prompts)
@@ -201,7 +197,9 @@ def ctranslate2_engine(folder: Path, config: DecodeBenchConfig, threads: int, ro
     converter = ctranslate2.converters.TransformersConverter(str(folder))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         converter.convert(str(path), quantization=kind, force=True)
-    generator = ctranslate2.Generator(str(path), device="cpu", inter_threads=1, intra_threads=threads, compute_type=kind)
+    generator = ctranslate2.Generator(
+        str(path), device="cpu", inter_threads=1, intra_threads=threads, compute_type=kind
+    )
     import json
 
     vocabulary = json.loads((path / "vocabulary.json").read_text())
@@ -313,7 +311,9 @@ def bench_decode(config: DecodeBenchConfig) -> Report:
     return Report([_row(one, everyone, max(bandwidths), config) for one in everyone], max(bandwidths), growth)
 
 
-def _measure(one: Contender, prompts: Prompts, long_prompt: list[int], config: DecodeBenchConfig, *, keep: bool) -> None:
+def _measure(
+    one: Contender, prompts: Prompts, long_prompt: list[int], config: DecodeBenchConfig, *, keep: bool
+) -> None:
     jobs: dict[str, tuple[Callable[[], None], int]] = {}
     if one.write is not None:
         write = one.write

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+from numba.core.event import Event, Listener, install_listener
 
 from plume.config import UserError
 from plume.generate import kernels
@@ -55,14 +57,12 @@ class CpuEngine:
             threading.Thread(target=self._help, args=(i,), daemon=True, name=f"plume-cpu-{i}")
             for i in range(1, self.threads)
         ]
-        notice = threading.Timer(2.0, _say_compiling)  # loading compiled code takes far less than that
-        notice.start()
-        self._follow(1, 0, 0, patience=0)
-        for helper in self._helpers:
-            helper.start()
-        self.step([Feed(0, [0])])
+        with announced_compilation():
+            self._follow(1, 0, 0, patience=0)
+            for helper in self._helpers:
+                helper.start()
+            self.step([Feed(0, [0])])
         self.rewind(0, 0)
-        notice.cancel()
 
     def _allocate(self) -> None:
         """All working memory, and the shape that tells the kernels where it is."""
@@ -214,5 +214,22 @@ class CpuEngine:
             helper.join()
 
 
-def _say_compiling() -> None:
-    print("compiling the CPU engine for this machine; the next start will be quick ...", file=sys.stderr, flush=True)
+class Announcer(Listener):  # type: ignore[misc]
+    """Says once that numba has begun to compile; loading what was compiled before is quick and not announced."""
+
+    def __init__(self) -> None:
+        self.said = False
+
+    def on_start(self, event: Event) -> None:
+        if not self.said:
+            print("compiling the CPU engine for this machine; next time it is ready ...", file=sys.stderr, flush=True)
+        self.said = True
+
+    def on_end(self, event: Event) -> None:
+        pass
+
+
+@contextmanager
+def announced_compilation() -> Iterator[None]:
+    with install_listener("numba:compile", Announcer()):
+        yield

@@ -1,4 +1,4 @@
-"""A model for other runtimes: GGUF for llama.cpp, ONNX with and without a cache; each is run and compared once written."""
+"""A model for other runtimes: GGUF for llama.cpp, ONNX with and without cache; each is run and compared when written."""
 
 # B batch, T tokens, P tokens in the cache, L layers, H heads, K head width, V vocabulary
 
@@ -35,7 +35,9 @@ class Exported:
     def __str__(self) -> str:
         if self.checked_with is None:
             return f"{self.path}: written, not checked (the runtime is not installed)"
-        return f"{self.path}: checked with {self.checked_with}, logits agree within {self.difference:.1e} of their spread"
+        return (
+            f"{self.path}: checked with {self.checked_with}, logits agree within {self.difference:.1e} of their spread"
+        )
 
 
 def export(config: ExportConfig) -> Exported:
@@ -69,7 +71,8 @@ def _aside(path: Path, write: Any) -> None:
 
 
 def _sample_tokens(config: ModelConfig) -> list[int]:
-    return np.random.default_rng(0).integers(0, config.vocab_size, min(CHECKED_TOKENS, config.context)).tolist()
+    count = min(CHECKED_TOKENS, config.context)
+    return [int(i) for i in np.random.default_rng(0).integers(0, config.vocab_size, count)]
 
 
 def _agreement(model: Model, logits: np.ndarray[Any, Any], path: Path, precision: str) -> float:
@@ -164,7 +167,11 @@ def gguf_tensors(model: Model) -> list[tuple[str, np.ndarray[Any, Any]]]:
     """Every tensor under llama.cpp's name; the output head is the token table."""
     state = {name: tensor.detach().float().numpy() for name, tensor in model.state_dict().items()}
     body = "body."
-    pairs = {"token_embd": f"{body}embed.tokens", "position_embd": f"{body}embed.positions", "output_norm": f"{body}norm"}
+    pairs = {
+        "token_embd": f"{body}embed.tokens",
+        "position_embd": f"{body}embed.positions",
+        "output_norm": f"{body}norm",
+    }
     for i in range(model.config.layers):
         ours, theirs = f"{body}blocks.{i}", f"blk.{i}"
         pairs |= {
@@ -193,12 +200,25 @@ def run_gguf(path: Path, tokens: list[int]) -> tuple[str, np.ndarray[Any, Any] |
         import llama_cpp
     except ImportError:
         return "llama.cpp", None
+    silence_llama()
     llama = llama_cpp.Llama(str(path), n_ctx=len(tokens), logits_all=True, type_k=0, type_v=0, verbose=False)
     try:
         llama.eval(tokens)
         return "llama.cpp", np.array(llama.scores[: len(tokens)])
     finally:
         llama.close()
+
+
+def silence_llama() -> None:
+    """llama.cpp logs to the terminal by itself; failures still come back as exceptions."""
+    import llama_cpp
+
+    if not _KEPT:
+        _KEPT.append(llama_cpp.llama_log_callback(lambda *_: None))  # C holds no reference to it
+        llama_cpp.llama_log_set(_KEPT[0], None)
+
+
+_KEPT: list[Any] = []
 
 
 # ---- ONNX --------------------------------------------------------------------------------------------------------

@@ -195,12 +195,15 @@ class LM:
 
     def translate(self, source: str, config: SamplingConfig | None = None, **fields: Any) -> Generation:
         """What an encoder-decoder answers to a source text, by beam search (or greedily with beams=1)."""
+        from plume.data.pairs import decoder_start
         from plume.generate.beam import beam_search
+        from plume.train.translate import closing
 
         if not self.config.decoder_layers:
             raise UserError("only an encoder-decoder translates; use generate")
         settings = _sampling(config, {"beams": 4, "length_penalty": 0.6, **fields} if config is None else fields)
-        return beam_search(self, self.encode(None), settings, source=self.encode(source))
+        ids = [*self.encode(source)[: self.config.context - 1], closing(self.tokenizer)]  # as in training
+        return beam_search(self, [decoder_start(self.tokenizer)], settings, source=ids)
 
     # -- looking
 
