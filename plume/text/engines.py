@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 # Places where that pattern always cuts, whatever stands around: before white space that ends a word, and between
 # a full-width mark and an ideograph, for scripts without spaces.
 SAFE_BORDER = re.compile(r"(?<=\S)(?=[ \n])|(?<=[。，、！？；])(?=[\u4e00-\u9fff])")
+MOST_REMEMBERED = 1 << 24  # characters of text between blanks before starting anew
 JOB_CHARACTERS = 1 << 16  # a job is long enough that handing it to a thread costs nothing beside it
 
 
@@ -47,7 +49,7 @@ def engine_for(d: Definition, backend: Callable[[], tokenizers.Tokenizer]) -> En
         from plume.text.gpt1 import Gpt1
 
         return Gpt1(backend())
-    return Library(backend())
+    return Remembering(backend()) if d.kind in ("wordpiece", "gpt1-bpe") else Library(backend())
 
 
 def cores() -> int:
@@ -194,6 +196,36 @@ class Library:
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(e.ids, dtype=np.int32) for e in encoded]
+
+
+class Remembering(Library):
+    """The library for text between blanks, remembered: for kinds whose words and letters never reach over a blank."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        super().__init__(backend)
+        self.known: dict[str, list[int]] = {}
+        self.size = 0  # characters known
+
+    def encode(self, text: str) -> list[int]:
+        [chunks], known = self._learned([text])
+        return [i for chunk in chunks for i in known[chunk]]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        cut_texts, known = self._learned(texts)
+        ids = known.__getitem__
+        return [np.fromiter(chain.from_iterable(map(ids, chunks)), dtype=np.int32) for chunks in cut_texts]
+
+    def _learned(self, texts: Sequence[str]) -> tuple[list[list[str]], dict[str, list[int]]]:
+        """The texts cut at blanks, and a table with the ids of every chunk."""
+        if self.size > MOST_REMEMBERED:  # a new table: another thread may still read the old one
+            self.known, self.size = {}, 0
+        known = self.known
+        cut_texts = [text.replace("\n", " ").replace("\t", " ").replace("\r", " ").split(" ") for text in texts]
+        new = list({chunk for chunks in cut_texts for chunk in chunks} - known.keys())
+        self.size += sum(map(len, new))
+        encoded = self.backend.encode_batch_fast(new, add_special_tokens=False)
+        known.update((chunk, e.ids) for chunk, e in zip(new, encoded, strict=True))
+        return cut_texts, known
 
 
 def backend_for(d: Definition) -> tokenizers.Tokenizer:

@@ -66,13 +66,14 @@ class Gpt1:
         self.known: dict[str, list[int]] = {}
 
     def encode(self, text: str) -> list[int]:
+        if len(self.known) > MOST_KNOWN:  # a new table: another thread may still read the old one
+            self.known = {}
+        known = self.known
         ids: list[int] = []
         for word in words(text):
-            if word not in self.known:
-                if len(self.known) > MOST_KNOWN:
-                    self.known.clear()
-                self.known[word] = [token.id for token in self.model.tokenize(word)]
-            ids += self.known[word]
+            if word not in known:
+                known[word] = [token.id for token in self.model.tokenize(word)]
+            ids += known[word]
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
