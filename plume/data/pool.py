@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from plume.config import DataConfig, UserError
@@ -41,7 +42,7 @@ def run_pieces(config: DataConfig, work: Path, pieces: list[Piece], total: int) 
         TimeRemainingColumn(),
         TextColumn("{task.fields[tokens]:,} tokens"),
     )
-    with Progress(*columns, disable=not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("prepare", total=max(total, 1), completed=total - size, tokens=0)
         tokens = 0
         for result in results_of(config, work, pieces, size):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from plume.config import DataConfig, UserError
+from plume.config import DataConfig, TokenizerConfig, UserError
 from plume.data.clean import held_out_index
 from plume.data.duplicates import find_duplicates
 from plume.data.finish import finish, publish
@@ -20,7 +20,7 @@ from plume.data.readers import read_documents
 from plume.data.report import make_report
 from plume.data.rows import Tally
 from plume.data.shards import FORMAT, MANIFEST, Manifest, aside, read_manifest, write_json
-from plume.data.sources import Piece, plan_pieces
+from plume.data.sources import Piece, find_files, plan_pieces
 from plume.text import Tokenizer, load_tokenizer, train_tokenizer
 
 
@@ -59,11 +59,14 @@ def prepare(config: DataConfig) -> Prepared:
 
 def fingerprint_of(config: DataConfig, pieces: list[Piece]) -> str:
     """The same for the same settings and unchanged files, wherever and however they are prepared."""
-    indifferent = {"folder": Path(), "workers": None, "on": "local", "budget": None, "overwrite": False}
-    settings = repr(replace(config, **indifferent))  # type: ignore[arg-type]
-    files = sorted({part.path for piece in pieces for part in piece.parts if not part.path.startswith("hub:")})
-    state = [(f, s.st_size, s.st_mtime_ns) for f in files for s in [Path(f).stat()]]
-    return hashlib.sha256(repr((FORMAT, settings, state)).encode()).hexdigest()
+    ready = config.tokenizer.folder
+    tokenizer = config.tokenizer if ready is None else load_tokenizer(ready).hash
+    indifferent = {"folder": Path(), "tokenizer": TokenizerConfig(), "workers": None, "on": "local", "budget": None}
+    settings = repr(replace(config, overwrite=False, **indifferent))  # type: ignore[arg-type]
+    files = {path for piece in pieces for part in piece.parts for path in (part.path, part.target) if path is not None}
+    files |= {str(path) for spec in config.clean.held_out for path in find_files(spec)}
+    state = [(f, s.st_size, s.st_mtime_ns) for f in sorted(files) if not f.startswith("hub:") for s in [Path(f).stat()]]
+    return hashlib.sha256(repr((FORMAT, settings, tokenizer, state)).encode()).hexdigest()
 
 
 def finished(config: DataConfig, fingerprint: str) -> Prepared | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import importlib.util
 import os
@@ -136,22 +137,24 @@ def cut_file(path: Path, config: DataConfig, size: int, *, strips: int) -> Itera
     if kind == ".parquet" and total > size:
         yield from row_groups(path, size)
         return
-    whole = kind in (".json", ".csv", ".tsv", ".parquet", *PAGES, *ARCHIVES) or not cuttable(config.encoding)
     if path.suffix.lower() in COMPRESSED:
         grown = total * EXPANSION
         size, count = max(size, -(-grown // strips)), min(strips, -(-grown // size))
     else:
         count = -(-total // size)
-    if whole or count <= 1:
+    whole = count <= 1 or kind in (".json", ".csv", ".tsv", ".parquet", *PAGES, *ARCHIVES)
+    if whole or not cuttable(path, config.encoding):
         yield Part(str(path), size=total)
         return
     for i in range(count):
         yield Part(str(path), i * size, (i + 1) * size if i + 1 < count else None, size=total // count)
 
 
-def cuttable(encoding: str) -> bool:
-    """Whether a newline is the one byte 10 in it, and that byte nothing else."""
-    return "\n".encode(encoding) == b"\n" and "\u010a".encode(encoding, errors="replace") not in (b"\x01\n", b"\n\x01")
+def cuttable(path: Path, encoding: str) -> bool:
+    """Whether a newline is one byte there: not in UTF-16, which a file's first two bytes may say as well."""
+    with open_bytes(path) as stream:
+        marked = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    return not marked and "\n".encode(encoding) == b"\n"
 
 
 def row_groups(path: Path, size: int) -> Iterator[Part]:

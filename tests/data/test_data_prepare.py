@@ -229,6 +229,29 @@ def test_a_dead_worker_is_reported(tmp_path, whole, monkeypatch):
         prepare(replace(whole, folder=tmp_path / "out", workers=2))
 
 
+def test_a_changed_file_or_tokenizer_is_noticed(tmp_path):
+    for name in ("a.txt", "evaluation.txt"):
+        (tmp_path / name).write_text(f"some words that stand in {name}")
+    train_tokenizer(TokenizerConfig(kind="bytes"), ["x"]).save(tmp_path / "tokenizer")
+    config = DataConfig(
+        paths=(str(tmp_path / "a.txt"),),
+        folder=tmp_path / "out",
+        tokenizer=TokenizerConfig(folder=tmp_path / "tokenizer"),
+        clean=CleanConfig(held_out=(str(tmp_path / "evaluation.txt"),)),
+        validation=0.0,
+    )
+    prints = [prepare(config).manifest.fingerprint]
+    for change in ("a.txt", "evaluation.txt", "tokenizer"):
+        if change == "tokenizer":
+            train_tokenizer(TokenizerConfig(kind="characters"), ["abc"]).save(tmp_path / "tokenizer")
+        else:
+            (tmp_path / change).write_text(f"other words of another length in {change}")
+        with pytest.raises(UserError, match="other texts or settings"):
+            prepare(config)
+        prints.append(prepare(replace(config, overwrite=True)).manifest.fingerprint)
+    assert len(set(prints)) == 4
+
+
 def test_another_tokenizer_is_refused_by_its_hash(whole):
     other = train_tokenizer(TokenizerConfig(kind="bytes"), ["x"])
     with pytest.raises(UserError, match="was prepared with another tokenizer"):
