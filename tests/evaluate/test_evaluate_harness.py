@@ -1,0 +1,327 @@
+"""Plume's numbers against lm-evaluation-harness driving the transformers copy of the same folder."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from plume.config import EvaluateConfig, UserError
+from plume.evaluate import evaluate
+from plume.evaluate.items import LastWord, Row
+from plume.evaluate.protocols import PROTOCOLS
+from plume.evaluate.tasks import TASKS
+from plume.evaluate.texts import plain_wikitext, split_pages
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
+
+
+def harness(model, task: dict, shots: int = 0, limit=None):
+    from lm_eval import simple_evaluate
+
+    found = simple_evaluate(
+        model=model,
+        tasks=[task],
+        num_fewshot=shots,
+        limit=limit,
+        bootstrap_iters=0,
+        log_samples=True,
+        verbosity="ERROR",
+    )
+    name = task["task"]
+    samples = sorted(found["samples"][name], key=lambda s: s["doc_id"])
+    return {key.split(",")[0]: v for key, v in found["results"][name].items() if "," in key}, samples
+
+
+def hf(folder):
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(folder), device="cpu", batch_size=4, dtype="float32")
+
+
+def json_task(name: str, file: Path, **more) -> dict:
+    """A task of the harness that reads a local file."""
+    return {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(file)}},
+        "test_split": "test",
+        **more,
+    }
+
+
+def lambada_task(file: Path) -> dict:
+    return json_task(
+        "made_lambada",
+        file,
+        output_type="loglikelihood",
+        doc_to_text="{{text.split(' ')[:-1]|join(' ')}}",
+        doc_to_target="{{' '+text.split(' ')[-1]}}",
+        metric_list=[
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+            {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
+        ],
+    )
+
+
+def hellaswag_task(file: Path, train: Path | None = None) -> dict:
+    from lm_eval.tasks.hellaswag.utils import process_docs
+
+    files = {"test": str(file)} | ({} if train is None else {"train": str(train)})
+    more = {} if train is None else {"training_split": "train", "fewshot_split": "train"}
+    return json_task("made_hellaswag", file, **more) | {
+        "dataset_kwargs": {"data_files": files},
+        "output_type": "multiple_choice",
+        "process_docs": process_docs,
+        "doc_to_text": "{{query}}",
+        "doc_to_target": "{{label}}",
+        "doc_to_choice": "choices",
+        "metric_list": [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")],
+    }
+
+
+def wikitext_task(file: Path) -> dict:
+    from lm_eval.tasks.wikitext.preprocess_wikitext import process_results, wikitext_detokenizer
+
+    return json_task(
+        "made_wikitext",
+        file,
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target=wikitext_detokenizer,
+        process_results=process_results,
+        metric_list=[{"metric": m} for m in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+    )
+
+
+def ours(folder, task: str, data: Path, out: Path, **more):
+    config = EvaluateConfig(model=str(folder), tasks=(task,), data=data, out=out, plots=False, **more)
+    report = evaluate(config)[task]
+    rows = [json.loads(line) for line in (out / report.first.items_file).read_text().splitlines()]
+    return report.first, rows
+
+
+@pytest.fixture(params=["random_folder", "trained_folder"])
+def folder(request) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+def test_last_words_as_the_harness(folder, made, tmp_path):
+    check_lambada(folder, made, tmp_path)
+
+
+def check_lambada(folder, data, tmp_path, limit=None):
+    theirs, samples = harness(hf(folder), lambada_task(data / "lambada" / "lambada_test.jsonl"), limit=limit)
+    result, rows = ours(folder, "lambada", data, tmp_path / "out", limit=limit)
+    for row, sample in zip(rows, samples, strict=True):
+        likelihood, greedy = sample["filtered_resps"][0]
+        assert row["loglikelihood"] == pytest.approx(likelihood, abs=1e-4)
+        assert row["acc"] == greedy
+    assert result.metrics["acc"].value == theirs["acc"]
+    assert result.metrics["perplexity"].value == pytest.approx(theirs["perplexity"], rel=1e-4)
+    return result
+
+
+def test_long_items_are_cut_on_the_left_and_counted(random_folder, made, tmp_path):
+    result = check_lambada(random_folder, made, tmp_path)
+    assert result.cut == 1 and result.items == 41
+
+
+@pytest.mark.parametrize("shots", [0, 3])
+def test_choices_as_the_harness(folder, made, tmp_path, shots):
+    task = hellaswag_task(made / "hellaswag" / "validation.jsonl", made / "hellaswag" / "train.jsonl")
+    theirs, samples = harness(hf(folder), task, shots=shots)
+    result, rows = ours(folder, "hellaswag", made, tmp_path / "out", shots=shots)
+    for row, sample in zip(rows, samples, strict=True):
+        likelihoods = [float(resp[0]) for resp in sample["filtered_resps"]]
+        assert row["loglikelihood"] == pytest.approx(likelihoods[row["gold"]], abs=1e-4)
+        assert row["said"] == max(range(4), key=likelihoods.__getitem__)
+    for metric in ("acc", "acc_norm"):
+        assert result.metrics[metric].value == theirs[metric]
+    assert result.metrics["acc"].stderr == pytest.approx(theirs_stderr(rows, "acc"))
+    assert result.cut == (30 if shots else 0)
+
+
+def theirs_stderr(rows, name: str) -> float:
+    from lm_eval.api.metrics import mean_stderr
+
+    return mean_stderr([row[name] for row in rows])
+
+
+def test_rolling_perplexity_as_the_harness(folder, made, tmp_path):
+    check_wikitext(folder, made, tmp_path)
+
+
+def check_wikitext(folder, data, tmp_path, pages=None):
+    cut = split_pages((data / "wikitext-2" / "wiki.test.raw").read_text(encoding="utf-8"))[:pages]
+    file = tmp_path / "pages.jsonl"
+    file.write_text("".join(json.dumps({"page": page}) + "\n" for page in cut))
+    theirs, samples = harness(hf(folder), wikitext_task(file))
+    result, rows = ours(folder, "wikitext-2", data, tmp_path / "out", limit=pages)
+    for row, sample in zip(rows, samples, strict=True):
+        likelihood = float(sample["filtered_resps"][0])
+        assert row["loglikelihood"] == pytest.approx(likelihood, abs=1e-4, rel=2e-6)
+    for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
+        assert result.metrics[metric].value == pytest.approx(theirs[metric], rel=1e-5)
+
+
+def test_real_lambada_as_the_harness(trained_folder, shared, tmp_path):
+    check_lambada(trained_folder, shared / "data", tmp_path, limit=40)
+
+
+def test_real_wikitext_as_the_harness(trained_folder, shared, tmp_path):
+    check_wikitext(trained_folder, shared / "data", tmp_path, pages=2)
+
+
+def test_real_sentiment_as_the_harness(trained_folder, shared, tmp_path):
+    rows = [line.split("\t") for line in (shared / "data/sst2/dev.tsv").read_text().splitlines()[1:41]]
+    file = tmp_path / "sst2.jsonl"
+    file.write_text("".join(json.dumps({"sentence": s, "label": int(label)}) + "\n" for s, label in rows))
+    task = json_task(
+        "made_sst2",
+        file,
+        output_type="multiple_choice",
+        doc_to_text="{{sentence}}\nQuestion: Is this sentence positive or negative?\nAnswer:",
+        doc_to_target="label",
+        doc_to_choice=["negative", "positive"],
+        metric_list=[{"metric": "acc"}],
+    )
+    theirs, _ = harness(hf(trained_folder), task)
+    result, _ = ours(trained_folder, "sst2", shared / "data", tmp_path / "out", limit=40)
+    assert result.metrics["acc"].value == theirs["acc"]
+
+
+# ---- the same texts, whatever the model --------------------------------------------------------------------------
+
+ARC = {"question": "Why?", "choices": {"text": ["a", "b c", "d"], "label": ["A", "B", "C"]}, "answerKey": "B"}
+PROBLEMS = [
+    {"question": "He is  _  .", "options": ["a", "b", "c", "d"], "answer": "C"},
+    {"question": "Who?", "options": ["e", "f", "g", "h"], "answer": "A"},
+]
+EXAMPLES = {
+    "hellaswag": ("hellaswag", {"activity_label": "Run", "ctx_a": "A man [x] runs.", "ctx_b": "he",
+                                "endings": ["stops [title] now", "sits", "goes  on", "ends"], "label": "2"}),
+    "piqa": ("piqa", {"goal": "Open it", "sol1": "Push.", "sol2": "Pull.", "label": 1}),
+    "arc-easy": ("arc_easy", ARC),
+    "arc-challenge": ("arc_challenge", ARC),
+    "openbookqa": ("openbookqa", {"question_stem": "Why?", "choices": ARC["choices"], "answerKey": "C"}),
+    "boolq": ("boolq", {"passage": "It is so.", "question": "is it", "label": 1}),
+    "copa": ("copa", {"premise": "It rained.", "choice1": "I got wet.", "choice2": "The sun was out.",
+                      "question": "effect", "label": 0}),
+    "winogrande": ("winogrande", {"sentence": "Ann told Eve that _ was late .", "option1": "Ann", "option2": "Eve",
+                                  "answer": "2"}),
+    "winograd": ("wsc273", {"text": "The men scared the boys because they were loud.", "pronoun": "they",
+                            "pronoun_loc": 31, "options": ["The men", "The boys"], "label": 0}),
+    "race": ("race", {"article": "A text.", "problems": repr(PROBLEMS)}),
+    "storycloze": ("storycloze_2016", {f"input_sentence_{n}": f"Part {n}." for n in (1, 2, 3, 4)}
+                   | {"sentence_quiz1": "Good.", "sentence_quiz2": "Bad.", "answer_right_ending": 2}),
+    "sst2": ("sst2", {"sentence": "fine .", "label": 1}),
+    "rte": ("rte", {"sentence1": "A is B.", "sentence2": "B is A.", "label": 1}),
+    "cola": ("cola", {"sentence": "They is.", "label": 0}),
+    "lambada": ("lambada_openai", {"text": "Here is the last word"}),
+}  # fmt: skip
+
+
+FILES = {
+    "hellaswag": "hellaswag/hellaswag",
+    "piqa": "piqa/piqa",
+    "arc_easy": "arc/arc_easy",
+    "arc_challenge": "arc/arc_challenge",
+    "openbookqa": "openbookqa/openbookqa",
+    "boolq": "super_glue/boolq/default",
+    "copa": "super_glue/copa/default",
+    "winogrande": "winogrande/default",
+    "wsc273": "wsc273/default",
+    "race": "race/race",
+    "storycloze_2016": "storycloze/storycloze_2016",
+    "sst2": "glue/sst2/default",
+    "rte": "glue/rte/default",
+    "cola": "glue/cola/default",
+    "lambada_openai": "lambada/lambada_openai",
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_item_reads_as_in_the_harness(name, tmp_path):
+    """The harness's own task files, pointed at one local row, ask for the same continuations of the same contexts."""
+    import lm_eval.tasks
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    theirs, row = EXAMPLES[name]
+    file = tmp_path / "row.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    config = dict(load_yaml(Path(lm_eval.tasks.__file__).parent / f"{FILES[theirs]}.yaml"))
+    split = config.get("test_split") or config.get("validation_split")
+    config |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {split: str(file)}}}
+    config |= {"training_split": None, "fewshot_split": None, "validation_split": None, "test_split": split}
+    task = ConfigurableTask(config=config)
+    task.build_all_requests(limit=1, rank=0, world_size=1)
+    (item,) = TASKS[name].build(Row(row, "row 1"), PROTOCOLS["harness"])
+    mine = (
+        [(item.context, item.word)]
+        if isinstance(item, LastWord)
+        else list(zip(item.contexts, item.continuations, strict=True))
+    )
+    assert mine == [instance.args for instance in task.instances]
+
+
+def test_wikitext_is_detokenized_as_in_the_harness():
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    page = (
+        ' = A = \n \n It was the students \' @-@ 3 @.@ 5 ( or so ) [ x ] " quoted " , 5 ° N and N 1 ; '
+        "{ y } 'z ' . = = = B = = = \n x 's \n"
+    )
+    assert plain_wikitext(page, mended=False) == wikitext_detokenizer({"page": page})
+    assert plain_wikitext("in ' 90", mended=True) == "in '90"
+
+
+# ---- our models inside the harness -------------------------------------------------------------------------------
+
+
+def test_our_model_in_the_harness(trained_folder, made, tmp_path):
+    from plume.evaluate.harness import PlumeLM
+
+    file = made / "lambada" / "lambada_test.jsonl"
+    theirs, samples = harness(hf(trained_folder), lambada_task(file))
+    mine, same = harness(PlumeLM(str(trained_folder)), lambada_task(file))
+    assert mine["acc"] == theirs["acc"]
+    for a, b in zip(samples, same, strict=True):
+        assert a["filtered_resps"][0][0] == pytest.approx(b["filtered_resps"][0][0], abs=1e-4)
+    pages = tmp_path / "pages.jsonl"
+    pages.write_text(json.dumps({"page": (made / "wikitext-2" / "wiki.test.raw").read_text()}) + "\n")
+    theirs, _ = harness(hf(trained_folder), wikitext_task(pages))
+    mine, _ = harness(PlumeLM(str(trained_folder)), wikitext_task(pages))
+    assert mine["word_perplexity"] == pytest.approx(theirs["word_perplexity"], rel=1e-5)
+
+
+def generation_task(file: Path) -> dict:
+    return json_task(
+        "made_generation",
+        file,
+        output_type="generate_until",
+        doc_to_text="{{text[:40]}}",
+        doc_to_target="{{text}}",
+        generation_kwargs={"until": ["."], "max_gen_toks": 12, "do_sample": False},
+        metric_list=[{"metric": "exact_match"}],
+    )
+
+
+def test_our_model_writes_in_the_harness_what_transformers_writes(trained_folder, made):
+    from plume.evaluate.harness import PlumeLM
+
+    task = generation_task(made / "lambada" / "lambada_test.jsonl")
+    _, theirs = harness(hf(trained_folder), task, limit=5)
+    _, mine = harness(PlumeLM(str(trained_folder)), task, limit=5)
+    assert [s["resps"] for s in mine] == [s["resps"] for s in theirs]
+
+
+def test_a_masked_model_runs_in_the_harness_but_does_not_write(masked_folder, made):
+    from plume.evaluate.harness import PlumeLM
+
+    model = PlumeLM(str(masked_folder))
+    found, _ = harness(model, hellaswag_task(made / "hellaswag" / "validation.jsonl"), limit=5)
+    assert 0 <= found["acc"] <= 1 and math.isfinite(found["acc"])
+    with pytest.raises(UserError, match="masked model"):
+        harness(model, generation_task(made / "lambada" / "lambada_test.jsonl"), limit=2)
