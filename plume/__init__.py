@@ -8,11 +8,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plume.data.prepare import prepare as prepare
     from plume.generate.lm import load as load
+    from plume.generate.translating import finetune as finetune
+    from plume.train.distill import distill as distill
     from plume.train.pretrain import pretrain as pretrain
 
 __version__ = "0.1.0.dev0"
-_HOMES = {"load": "plume.generate.lm", "prepare": "plume.data.prepare", "pretrain": "plume.train.pretrain"}
-__all__ = ["load", "prepare", "pretrain"]
+_HOMES = {
+    "distill": "plume.train.distill",
+    "finetune": "plume.generate.translating",
+    "load": "plume.generate.lm",
+    "prepare": "plume.data.prepare",
+    "pretrain": "plume.train.pretrain",
+}
+__all__ = ["distill", "finetune", "load", "prepare", "pretrain"]
 
 
 def __getattr__(name: str) -> Any:

@@ -150,7 +150,8 @@ def finetune(
     else:
         about = result.summary
         spread = f"from {about['lowest']:.4f} to {about['highest']:.4f} over {len(result.seeds)} seeds"
-        print(f"validation {result.metric}: median {about['median']:.4f}, {spread}; wrote {settings.folder / 'report.md'}")
+        print(f"validation {result.metric}: median {about['median']:.4f}, {spread}")
+        print(f"wrote {settings.folder / 'report.md'} and {result.model}")
 
 
 @app.command

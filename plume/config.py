@@ -824,7 +824,7 @@ class DistillConfig:
     hidden: float = 1.0  # weight of the angle between hidden states, layer by layer
     attention: float = 0.0  # weight of the squared distance of attention scores, as in TinyBERT
     objective: ObjectiveConfig = ObjectiveConfig()  # name follows the teacher
-    data: DataConfig = DataConfig(paths=("python:stdlib",), folder=Path("data/stdlib"))  # cut by the teacher's tokenizer
+    data: DataConfig = DataConfig(paths=("python:stdlib",), folder=Path("data/stdlib"))  # in the teacher's tokens
     prepared: Path | None = None  # a folder that `plume prepare` has filled with the teacher's tokenizer
     resume: bool = False  # go on from the newest whole checkpoint
     overwrite: bool = False  # replace what is in the run folder

@@ -35,9 +35,9 @@ from plume.train.jobs import (
 from plume.train.labelled import Grouped, Labelled, LabelledBatch
 from plume.train.loop import Task, Trainer
 from plume.train.objectives import Tokens, token_loss
+from plume.train.pretrain import no_trace_of_failure, open_folder
 from plume.train.ranks import Ranks, join
 from plume.train.report import describe_data, describe_run, plot_confusion, plot_curves
-from plume.train.runs import RECIPE, write_recipe
 from plume.train.translate import Pairs
 from plume.weights import load_model, read_config, read_json, resolve, save_model, write_json
 
@@ -492,8 +492,9 @@ def finetune(config: FinetuneConfig, *, writer: Writer | None = None) -> Finetun
     `writer` gives an encoder-decoder's texts, for BLEU and ROUGE; without one the loss alone is measured.
     """
     with join(config.device) as ranks:
-        plan = make_plan(config, writer)
-        open_folder(config, ranks)
+        with no_trace_of_failure(config.folder, ranks):
+            plan = make_plan(config, writer)
+            open_folder(config, ranks)
         precision = choose_precision(ranks.device, config.precision)
         if ranks.main:
             print(describe_data(plan.data, plan.train, plan.job, plan.tokenizer), flush=True)
@@ -513,25 +514,6 @@ def finetune(config: FinetuneConfig, *, writer: Writer | None = None) -> Finetun
             result = finish(plan, result)
         ranks.barrier()
         return result
-
-
-def open_folder(config: FinetuneConfig, ranks: Ranks) -> None:
-    """Make the run folder; one that is there is continued, replaced or left alone, as asked."""
-    if ranks.main:
-        there = (config.folder / RECIPE).is_file()
-        if there and not config.resume and not config.overwrite:
-            raise UserError(
-                f"{config.folder} holds a run already; --resume goes on with it, --overwrite replaces it, "
-                "--folder names another place"
-            )
-        if not there and config.folder.exists() and (config.folder.is_file() or any(config.folder.iterdir())):
-            raise UserError(f"{config.folder} exists and is not a run folder, so it is left alone; name another")
-        if there and config.overwrite and not config.resume:
-            shutil.rmtree(config.folder)
-        config.folder.mkdir(parents=True, exist_ok=True)
-        table = asdict(config)
-        write_recipe(config.folder, {n: v for n, v in table.items() if n not in ("resume", "overwrite")})
-    ranks.barrier()
 
 
 def finish(plan: Plan, result: FinetuneResult) -> FinetuneResult:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from plume.config import ObjectiveConfig, PretrainConfig, TrainConfig, UserError
+from plume.config import DistillConfig, FinetuneConfig, ObjectiveConfig, PretrainConfig, TrainConfig, UserError
 from plume.data import (
     IGNORE,
     Batch,
@@ -38,7 +39,7 @@ from plume.train.objectives import HEAD_OF, TensorBatch, objective_called
 from plume.train.optim import batch_rows, rows_before, whole
 from plume.train.progress import clock
 from plume.train.ranks import Ranks, join
-from plume.train.runs import METRICS, PLOT, RECIPE, SAMPLES, differences_of, read_recipe_of, write_recipe
+from plume.train.runs import METRICS, PLOT, RECIPE, SAMPLES, differences_of, plot_runs, read_recipe_of, write_recipe
 from plume.weights import save_model
 
 ENTROPY_ROWS = 2048  # sequences that token frequencies are counted over
@@ -68,7 +69,7 @@ class RunResult:
         loss = self.outcome.loss if self.outcome.validation is None else self.outcome.validation
         kind = "loss" if self.outcome.validation is None else "validation loss"
         return (
-            f"{end} at step {self.outcome.step} after {self.outcome.tokens:,} tokens and {clock(self.outcome.seconds)}: "
+            f"{end} at step {self.outcome.step}, {self.outcome.tokens:,} tokens, {clock(self.outcome.seconds)} minutes: "
             f"{kind} {loss:.4f} (token frequencies alone {self.unigram:.4f}, knowing nothing {self.uniform:.4f})\n"
             f"model: {self.model}"
         )
@@ -115,19 +116,22 @@ def pretrain(config: PretrainConfig) -> RunResult:
             tokenizer = load_tokenizer(data / "tokenizer")
             torch.manual_seed(config.train.seed)
             model = Model(replace(config.model, vocab_size=tokenizer.vocab_size), HEAD_OF[config.objective.name])
-            task = make_task(config, model, tokenizer, data)
+            task, unigram = make_task(config, model, tokenizer, data)
         precision = choose_precision(ranks.device, config.train.precision)
         trainer = Trainer(task, config.train, config.folder, ranks, precision)
         parameters = sum(p.numel() for p in model.parameters())
         trainer.progress.measure_against(flops_per_token(model.config, parameters), precision.peak * ranks.size)
         trainer.progress.say(
             f"{parameters:,} parameters, vocabulary {tokenizer.vocab_size:,}, {precision.name} on "
-            f"{ranks.size} x {ranks.device.type}; token frequencies alone give a loss of {task.floor:.3f}"
+            f"{ranks.size} x {ranks.device.type}; token frequencies alone give a loss of {unigram:.3f}"
         )
-        outcome = trainer.run(resume=config.resume)
+        try:
+            outcome = trainer.run(resume=config.resume)
+        finally:
+            if ranks.main:
+                plot_runs([config.folder], config.folder / PLOT)
         export(config, trainer, tokenizer, outcome, data)
-        assert task.floor is not None
-        return RunResult(config.folder, outcome, math.log(tokenizer.vocab_size), task.floor, ranks.main)
+        return RunResult(config.folder, outcome, math.log(tokenizer.vocab_size), unigram, ranks.main)
 
 
 # ---- the run folder ----------------------------------------------------------------------------------------------
@@ -145,12 +149,13 @@ def no_trace_of_failure(folder: Path, ranks: Ranks) -> Iterator[None]:
         raise
 
 
-def open_folder(config: PretrainConfig, ranks: Ranks) -> None:
+def open_folder(config: PretrainConfig | FinetuneConfig | DistillConfig, ranks: Ranks) -> None:
     """Make the run folder, or make sure that what is there may be continued or replaced."""
     if ranks.main:
         there = (config.folder / RECIPE).is_file()
         if there and config.overwrite and not config.resume:
-            for name in ("checkpoints", "model", "tensorboard"):
+            seeds = [path.name for path in config.folder.glob("seed-*")]
+            for name in ("checkpoints", "model", "tensorboard", *seeds):
                 shutil.rmtree(config.folder / name, ignore_errors=True)
             for name in (RECIPE, METRICS, PLOT, SAMPLES):
                 (config.folder / name).unlink(missing_ok=True)
@@ -172,7 +177,7 @@ def open_folder(config: PretrainConfig, ranks: Ranks) -> None:
     ranks.barrier()
 
 
-def plain(config: PretrainConfig) -> dict[str, Any]:
+def plain(config: PretrainConfig | FinetuneConfig | DistillConfig) -> dict[str, Any]:
     """The config as a recipe, without what only says how this call deals with the folder."""
     table = asdict(config)
     return {name: value for name, value in table.items() if name not in ("resume", "overwrite")}
@@ -223,7 +228,8 @@ def prepared_data(config: PretrainConfig, ranks: Ranks) -> Path:
     return config.data.folder
 
 
-def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: Path) -> Task:
+def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: Path) -> tuple[Task, float]:
+    """What the loop needs, and the loss of knowing only the token frequencies."""
     train = open_shards(data, "train", tokenizer_hash=tokenizer.hash)
     order = phases(config, lambda length: dataset(config.objective, train, tokenizer, length, seed=config.train.seed))
     validation = validation_batches(config, tokenizer, data)
@@ -238,14 +244,16 @@ def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: 
             if masked
             else samples.translation(tokenizer, row, config.train.sample_tokens)
         )
-    return Task(
+    shares = token_shares(order, tokenizer.vocab_size)
+    task = Task(
         model=model,
         objective=objective_called(config.objective.name, config.train.label_smoothing),
         train=TrainBatches(order, config.train),
         validation=validation,
         sample=sample,
-        floor=unigram_entropy(order, tokenizer.vocab_size),
+        floor=entropy(shares, config.train.label_smoothing),
     )
+    return task, entropy(shares)
 
 
 def phases(config: PretrainConfig, make: Callable[[int], Dataset]) -> Samples:
@@ -288,14 +296,19 @@ def validation_batches(config: PretrainConfig, tokenizer: Tokenizer, data: Path)
     return ValidationBatches(dataset(config.objective, shards, tokenizer, length, seed=0), rows)
 
 
-def unigram_entropy(samples: Samples, vocab_size: int) -> float:
-    """The loss of always answering with the token frequencies, in nats: what any model must beat."""
+def token_shares(samples: Samples, vocab_size: int) -> npt.NDArray[np.float64]:
+    """How frequent each token is among the targets."""
     counts = np.zeros(vocab_size, np.int64)
     for first in range(0, ENTROPY_ROWS, 256):
         targets = samples.take(first, 256).targets
         counts += np.bincount(targets[targets != IGNORE].ravel(), minlength=vocab_size)
         if counts.sum() > 1 << 20:
             break
-    share = counts[counts > 0] / counts.sum()
-    unseen = (len(share) - 1) / (2 * counts.sum())  # a sample looks more orderly than what it is drawn from
-    return float(-(share * np.log(share)).sum() + unseen)
+    return counts / counts.sum()
+
+
+def entropy(shares: npt.NDArray[np.float64], smoothing: float = 0.0) -> float:
+    """The loss of always answering with the frequencies, in nats: what any model must beat."""
+    smoothed = (1 - smoothing) * shares + smoothing / len(shares)
+    seen = smoothed[smoothed > 0]
+    return float(-(seen * np.log(seen)).sum())

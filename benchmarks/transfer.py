@@ -1,0 +1,137 @@
+"""What pretraining is worth: a small model pretrained here, then fine-tuned on GLUE's files, against the same one without.
+
+    python -m benchmarks.transfer --data FOLDER --family gpt --out runs/transfer
+
+The folder holds wikitext-2, sst2, cola, rte and stsb. Prints one line per task and variant, with every seed's score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from plume.config import (
+    PRESETS,
+    AdaptConfig,
+    DataConfig,
+    FinetuneConfig,
+    ObjectiveConfig,
+    PretrainConfig,
+    TaskConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+from plume.train.finetune import FinetuneResult, finetune
+from plume.train.pretrain import pretrain
+
+PRESET = {"gpt": "gpt-laptop", "bert": "bert-laptop"}
+KIND = {"gpt": "gpt1-bpe", "bert": "wordpiece"}
+
+
+def base_model(family: str, data: Path, out: Path, steps: int) -> Path:
+    """A model pretrained on WikiText-2; made once."""
+    folder = out / f"{family}-base"
+    if (folder / "model" / "config.json").is_file():
+        return folder / "model"
+    began = time.perf_counter()
+    result = pretrain(
+        PretrainConfig(
+            folder=folder,
+            model=PRESETS[PRESET[family]],
+            objective=ObjectiveConfig(name="language-model" if family == "gpt" else "masked"),
+            train=TrainConfig(
+                steps=steps,
+                batch=32,
+                lr=2e-3,
+                warmup=steps // 20,
+                weight_decay=0.01,
+                validate_every=max(1, steps // 4),
+                validation_rows=64,
+                log_every=50,
+                sample_every=steps,
+            ),
+            data=DataConfig(
+                paths=(str(data / "wikitext-2" / "wiki.train.raw"),),
+                folder=out / f"{family}-data",
+                documents="paragraph",
+                tokenizer=TokenizerConfig(kind=KIND[family], vocab_size=4096),  # type: ignore[arg-type]
+                workers=1,
+            ),
+            overwrite=True,
+        )
+    )
+    print(f"pretrained {family}: {result.summary()} ({time.perf_counter() - began:.0f} s in all)", flush=True)
+    return result.model
+
+
+def some_rows(name: str, data: Path, out: Path, rows: int | None) -> Path:
+    """The task's folder with so many training rows, chosen at random but always the same."""
+    folder = out / f"{name}-{rows}"
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (data / name / "train.tsv").read_text(encoding="utf-8").splitlines()
+    header, body = ([], lines) if name == "cola" else (lines[:1], lines[1:])
+    random.Random(0).shuffle(body)
+    (folder / "train.tsv").write_text("\n".join([*header, *body[:rows]]) + "\n", encoding="utf-8")
+    (folder / "dev.tsv").write_text((data / name / "dev.tsv").read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+def run(name: str, variant: str, model: Path, folder: Path, out: Path, args: argparse.Namespace) -> FinetuneResult:
+    auxiliary = {"gpt": 0.5, "bert": 0.0}[args.family] if "no auxiliary" not in variant else 0.0
+    config = FinetuneConfig(
+        model=str(model),
+        task=TaskConfig(train=str(folder), name=name),
+        folder=out / f"{args.family}-{name}-{variant.replace(' ', '-')}",
+        adapt=AdaptConfig(transfer_layers=-1 if "no pretraining" in variant else None),
+        auxiliary=auxiliary,
+        epochs=args.epochs,
+        lr=args.lr,
+        warmup=0.1,
+        dropout=0.1,
+        seeds=args.seeds,
+        validate_every=10**6,
+        overwrite=True,
+    )
+    began = time.perf_counter()
+    result = finetune(replace(config, validate_every=None) if args.pick_best else config)
+    scores = ", ".join(f"{seed.score:.4f}" for seed in result.seeds)
+    print(
+        f"RESULT {args.family} {name}, {variant}: {result.metric} median {result.summary['median']:.4f} ({scores}; "
+        f"ignoring the input {result.baseline:.4f}), {time.perf_counter() - began:.0f} s",
+        flush=True,
+    )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--family", choices=tuple(PRESET), default="gpt")
+    parser.add_argument("--out", type=Path, default=Path("runs/transfer"))
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--tasks", nargs="*", default=["sst2"])
+    parser.add_argument("--rows", type=int, default=5000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--pick-best", action="store_true", help="keep the best checkpoint instead of the last")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model = base_model(args.family, args.data, args.out, args.steps)
+    for name in args.tasks:
+        folder = some_rows(name, args.data, args.out, args.rows)
+        variants = ["pretrained", "no pretraining"]
+        if args.family == "gpt" and name == "sst2":
+            variants += ["pretrained, no auxiliary", "no pretraining, no auxiliary"]
+        for variant in variants:
+            run(name, variant, model, folder, args.out, args)
+
+
+if __name__ == "__main__":
+    main()
