@@ -41,10 +41,10 @@ def create_app(config: ServeConfig, *, log: IO[str] | None = None) -> FastAPI:
     app.state.ready, app.state.models, app.state.figures = False, models, Figures()
     app.state.figures.registry.register(SchedulerFigures(models))
     errors.install(app)
-    install_health(app)
     install_models(app, models)
     install_analysis(app, models)
     install_runs(app, runs)
+    install_health(app)
     page.install(app)
     app.add_middleware(Guard, config=config, figures=app.state.figures, log=log)
     return app

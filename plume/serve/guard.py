@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plume.config import ServeConfig
 from plume.serve.errors import ApiError, as_api_error, busy
 
-OPEN = ("/", "/docs", "/healthz", "/readyz")  # and /static/: what needs no key
+OPEN = ("/", "/docs", "/openapi.json", "/healthz", "/readyz")  # and /static/: what needs no key
 CLIENTS_KEPT = 10_000  # clients whose rate is remembered
 BODY_SECONDS = 30.0  # that a client may take to send a body
 HOSTS = ("127.0.0.1", "localhost", "[::1]", "testserver")  # names of this machine; others need a key

@@ -1,18 +1,24 @@
 // The one way to the server. A newer question of the same name cancels the older one.
 
 export class ApiError extends Error {
-  constructor(message, status) { super(message); this.status = status; }
+  constructor(message, status) {
+    super(message);
+    this.status = status;
+  }
 }
 
 export function createApi() {
-  const running = new Map(), remembered = new Map();
+  const running = new Map(),
+    remembered = new Map();
   let key = sessionStorage.getItem('plume-key');
 
   const headers = () => ({ 'content-type': 'application/json', ...(key ? { authorization: `Bearer ${key}` } : {}) });
 
   async function send(path, body, signal) {
-    const answer = await fetch(path, body === undefined ? { headers: headers(), signal }
-      : { method: 'POST', headers: headers(), body: JSON.stringify(body), signal });
+    const post = body === undefined ? {} : { method: 'POST', body: JSON.stringify(body) };
+    const answer = await fetch(path, { headers: headers(), signal, ...post }).catch((error) => {
+      throw error.name === 'AbortError' ? error : new ApiError('', 0); // nobody answers
+    });
     if (answer.ok) return answer;
     const said = await answer.json().catch(() => null);
     throw new ApiError(said?.error?.message ?? answer.statusText, answer.status);
@@ -26,11 +32,15 @@ export function createApi() {
   }
 
   return {
-    set key(value) { key = value; sessionStorage.setItem('plume-key', value); },
+    set key(value) {
+      key = value;
+      sessionStorage.setItem('plume-key', value);
+    },
 
     // resolves to undefined when a newer question took its place
     async ask(name, path, body) {
-      const control = begin(name), question = path + JSON.stringify(body ?? null);
+      const control = begin(name),
+        question = path + JSON.stringify(body ?? null);
       if (remembered.has(question)) return remembered.get(question);
       try {
         const began = performance.now();
@@ -61,7 +71,11 @@ export function createApi() {
           const events = (rest + value).split('\n\n');
           rest = events.pop();
           for (const event of events) {
-            const data = event.split('\n').filter((line) => line.startsWith('data:')).map((line) => line.slice(5).trim()).join('\n');
+            const data = event
+              .split('\n')
+              .filter((line) => line.startsWith('data:'))
+              .map((line) => line.slice(5).trim())
+              .join('\n');
             if (data === '[DONE]') return true;
             if (!data) continue;
             const told = JSON.parse(data);
@@ -77,6 +91,8 @@ export function createApi() {
       }
     },
 
-    stop(name) { running.get(name)?.abort(); },
+    stop(name) {
+      running.get(name)?.abort();
+    },
   };
 }

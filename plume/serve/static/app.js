@@ -9,15 +9,24 @@ import * as next from './views/next.js';
 
 const VIEWS = { next, write: null, surprise: null, attention: null, layers: null, masks: null, tokens: null, runs: null };
 const BEGINNINGS = {
-  robot: 'A robot may not injure a human being or, through inaction, allow a human being to come to harm. A robot must obey the orders given it by human beings because it',
-  unicorn: 'In a shocking finding, scientist discovered a herd of unicorns living in a remote, previously unexplored valley, in the Andes Mountains.',
+  robot:
+    'A robot may not injure a human being or, through inaction, allow a human being to come to harm. A robot must obey the orders given it by human beings because it',
+  unicorn:
+    'In a shocking finding, scientist discovered a herd of unicorns living in a remote, previously unexplored valley, in the Andes Mountains.',
   story: 'Once upon a time, there was a little girl named Lily. She',
 };
 const WAIT = 150;
 
 const $ = (id) => document.getElementById(id);
-const store = createStore(), api = createApi();
-let words = en, models = [], shown = null, lastAnswer = null, facts = {}, typing = 0, typedAt = 0;
+const store = createStore(),
+  api = createApi();
+let words = en,
+  models = [],
+  shown = null,
+  lastAnswer = null,
+  facts = {},
+  typing = 0,
+  typedAt = 0;
 
 const t = (name, values = {}) => String(words[name] ?? name).replace(/\{(\w+)\}/g, (_, key) => values[key] ?? '');
 const modelCalled = (id) => models.find((model) => model.id === id);
@@ -26,8 +35,13 @@ const modelCalled = (id) => models.find((model) => model.id === id);
 
 function contextFor(modelOf, suffix = '') {
   return {
-    api, store, t, words: () => words, question: (name) => name + suffix,
-    model: () => modelCalled(modelOf(store.state)), models: () => models,
+    api,
+    store,
+    t,
+    words: () => words,
+    question: (name) => name + suffix,
+    model: () => modelCalled(modelOf(store.state)),
+    models: () => models,
     side: (...children) => $('side').replaceChildren(...children),
     why(element, content) {
       const show = () => $('side').replaceChildren(...content());
@@ -45,14 +59,28 @@ function contextFor(modelOf, suffix = '') {
         lastAnswer = { question: { path, ...body }, answer };
         say('');
         take(answer);
-      } catch (error) { root.classList.remove('waiting'); fail(error); }
+      } catch (error) {
+        root.classList.remove('waiting');
+        fail(error);
+      }
     },
     fail,
-    report(told) { if (!suffix) { facts = { ...facts, ...told }; showFacts(); } },
-    data(value) { lastAnswer = value; },
+    report(told) {
+      if (!suffix) {
+        facts = { ...facts, ...told };
+        showFacts();
+      }
+    },
+    data(value) {
+      lastAnswer = value;
+    },
     // a token was chosen: ids, not letters, are what goes on
-    take(tokens, text) { store.set({ ids: tokens.join('.'), text }, { push: true }); },
-    adopt(answer) { if (store.state.ids && answer.text !== undefined && answer.text !== store.state.text && !suffix) store.set({ text: answer.text }); },
+    take(tokens, text) {
+      store.set({ ids: tokens.join('.'), text }, { push: true });
+    },
+    adopt(answer) {
+      if (store.state.ids && answer.text !== undefined && answer.text !== store.state.text && !suffix) store.set({ text: answer.text });
+    },
   };
 }
 
@@ -64,7 +92,8 @@ async function viewModule(name) {
 }
 
 async function showView() {
-  const name = store.state.view in VIEWS ? store.state.view : 'next', split = Boolean(store.state.other) && name !== 'runs' && name !== 'write';
+  const name = store.state.view in VIEWS ? store.state.view : 'next',
+    split = Boolean(store.state.other) && name !== 'runs' && name !== 'write';
   const module = await viewModule(name);
   const key = `${name}/${split}/${words.language}`;
   if (shown?.key !== key) {
@@ -72,41 +101,84 @@ async function showView() {
     $('view').replaceChildren();
     $('view').classList.remove('waiting');
     facts = {};
-    shown = split ? { key, module: compare, handle: compare.mount($('view'), contextFor((s) => s.model), module, contextFor) }
-      : { key, module, handle: module.mount($('view'), contextFor((s) => s.model)) };
+    shown = split
+      ? {
+          key,
+          module: compare,
+          handle: compare.mount(
+            $('view'),
+            contextFor((s) => s.model),
+            module,
+            contextFor,
+          ),
+        }
+      : {
+          key,
+          module,
+          handle: module.mount(
+            $('view'),
+            contextFor((s) => s.model),
+          ),
+        };
   }
   for (const tab of $('tabs').children) tab.setAttribute('aria-selected', tab.dataset.view === name);
   document.title = `${t(name)} · Plume`;
+  showFacts();
   if (models.length || name === 'runs') shown.module.update(shown.handle, store.state);
 }
 
-function say(message, ...more) { $('hint').classList.toggle('warn', Boolean(message)); $('hint').replaceChildren(message, ...more); if (!message) hints(); }
+function say(message, ...more) {
+  $('hint').classList.toggle('warn', Boolean(message));
+  $('hint').replaceChildren(message, ...more);
+  if (!message) hints();
+}
 
 function fail(error) {
-  if (error.status === 401) { askForKey(); return; }
+  if (error.status === 401) {
+    askForKey();
+    return;
+  }
+  if (error.status === undefined) throw error; // a defect of the page, which the console should show
   say(error.status ? error.message : t('cannot'));
 }
 
 function hints() {
-  const { text } = store.state, box = $('hint');
+  const { text } = store.state,
+    box = $('hint');
   box.classList.remove('warn');
   box.replaceChildren();
-  if (!text) box.append(t('beginnings'), ...Object.entries(BEGINNINGS).map(([name, words]) => h('button', { type: 'button', onclick: () => setText(words) }, t(name))));
-  else if (/\S[ \u00a0]+$/.test(text) && modelCalled(store.state.model)?.plume.spaced) box.append(t('trailing'), h('button', { type: 'button', onclick: () => setText(text.trimEnd()) }, t('heal')));
+  if (!text)
+    box.append(
+      t('beginnings'),
+      ...Object.entries(BEGINNINGS).map(([name, words]) => h('button', { type: 'button', onclick: () => setText(words) }, t(name))),
+    );
+  else if (/\S[ \u00a0]+$/.test(text) && modelCalled(store.state.model)?.plume.spaced)
+    box.append(t('trailing'), h('button', { type: 'button', onclick: () => setText(text.trimEnd()) }, t('heal')));
 }
 
 function showFacts() {
-  const { count, context, perplexity, ms } = facts, model = modelCalled(store.state.model);
-  const parts = [count !== undefined && t('tokensOf', { n: count, context }), perplexity && t('perplexity', { x: fixed(perplexity, perplexity < 100 ? 1 : 0) }),
-    ms !== undefined && t('milliseconds', { n: ms }), model && t('engine', { name: model.plume.engine })];
+  const { count, context, perplexity, ms } = facts,
+    model = modelCalled(store.state.model);
+  const parts = [
+    count !== undefined && t('tokensOf', { n: count, context }),
+    perplexity && t('perplexity', { x: fixed(perplexity, perplexity < 100 ? 1 : 0) }),
+    ms !== undefined && t('milliseconds', { n: ms }),
+    model && t('engine', { name: model.plume.engine }),
+  ];
   $('facts').replaceChildren(...parts.filter(Boolean).map((part) => h('span', {}, part)));
 }
 
 // ---- the text
 
-function setText(text) { store.set({ text, ids: '', masked: '', query: -1, start: -1, place: -1 }, { push: true }); }
+function setText(text) {
+  store.set({ text, ids: '', masked: '', query: -1, start: -1, place: -1 }, { push: true });
+}
 
-function fit() { const area = $('text'); area.style.height = 'auto'; area.style.height = `${area.scrollHeight}px`; }
+function fit() {
+  const area = $('text');
+  area.style.height = 'auto';
+  area.style.height = `${area.scrollHeight}px`;
+}
 
 function typed() {
   fit();
@@ -121,12 +193,25 @@ function typed() {
 // ---- header, keys, exports
 
 function header() {
-  $('tabs').replaceChildren(...Object.keys(VIEWS).map((name) => h('button', { type: 'button', role: 'tab', 'data-view': name, onclick: () => store.set({ view: name }, { push: true }) }, t(name))));
-  document.querySelectorAll('[data-word]').forEach((element) => { element.textContent = t(element.dataset.word); });
+  $('tabs').replaceChildren(
+    ...Object.keys(VIEWS).map((name) =>
+      h('button', { type: 'button', role: 'tab', 'data-view': name, onclick: () => store.set({ view: name }, { push: true }) }, t(name)),
+    ),
+  );
+  document.querySelectorAll('[data-word]').forEach((element) => {
+    element.textContent = t(element.dataset.word);
+  });
   $('text').placeholder = t('placeholder');
   $('text').setAttribute('aria-label', t('text'));
   $('language').textContent = t('language');
-  for (const [id, word] of [['theme', 'theme'], ['language', 'otherLanguage'], ['keys', 'keysTitle']]) { $(id).title = t(word); $(id).setAttribute('aria-label', t(word)); }
+  for (const [id, word] of [
+    ['theme', 'theme'],
+    ['language', 'otherLanguage'],
+    ['keys', 'keysTitle'],
+  ]) {
+    $(id).title = t(word);
+    $(id).setAttribute('aria-label', t(word));
+  }
   document.documentElement.lang = words === en ? 'en' : 'zh';
 }
 
@@ -144,38 +229,100 @@ function openDialog(...children) {
 }
 
 function showKeys() {
-  openDialog(h('h2', {}, t('keysTitle')), h('table', {}, words.keys.map(([key, meaning]) => h('tr', {}, h('td', {}, h('kbd', {}, key)), h('td', {}, meaning)))));
+  openDialog(
+    h('h2', {}, t('keysTitle')),
+    h(
+      'table',
+      {},
+      words.keys.map(([key, meaning]) => h('tr', {}, h('td', {}, h('kbd', {}, key)), h('td', {}, meaning))),
+    ),
+  );
 }
 
 function askForKey() {
   if ($('dialog').open) return;
   const field = h('input', { type: 'password', autocomplete: 'current-password' });
-  openDialog(h('h2', {}, t('keyNeeded')), h('p', {}, field, ' ', h('button', { type: 'button', class: 'primary', onclick: () => { api.key = field.value; $('dialog').close(); begin(); } }, t('keySend'))));
+  openDialog(
+    h('h2', {}, t('keyNeeded')),
+    h(
+      'p',
+      {},
+      field,
+      ' ',
+      h(
+        'button',
+        {
+          type: 'button',
+          class: 'primary',
+          onclick: () => {
+            api.key = field.value;
+            $('dialog').close();
+            begin();
+          },
+        },
+        t('keySend'),
+      ),
+    ),
+  );
 }
 
 function onKey(event) {
   const inField = event.target.closest('textarea, input, select, dialog');
   const stop = () => event.preventDefault();
-  if (event.altKey && event.key === 'ArrowLeft') { stop(); history.back(); return; }
-  if (event.altKey && event.key === 'ArrowRight') { stop(); history.forward(); return; }
-  if ((event.ctrlKey || event.metaKey) && event.key === 'Enter') { stop(); store.set({ view: 'write' }, { push: true }); setTimeout(() => shown.module.key?.(shown.handle, 'Start'), 60); return; }
-  if (event.key === 'Escape') { shown?.module.key?.(shown.handle, 'Escape'); if (inField?.id === 'text') { $('text').blur(); $('view').focus({ preventScroll: true }); } return; }
+  if (event.altKey && event.key === 'ArrowLeft') {
+    stop();
+    history.back();
+    return;
+  }
+  if (event.altKey && event.key === 'ArrowRight') {
+    stop();
+    history.forward();
+    return;
+  }
+  if ((event.ctrlKey || event.metaKey) && event.key === 'Enter') {
+    stop();
+    store.set({ view: 'write' }, { push: true });
+    setTimeout(() => shown.module.key?.(shown.handle, 'Start'), 60);
+    return;
+  }
+  if (event.key === 'Escape') {
+    shown?.module.key?.(shown.handle, 'Escape');
+    if (inField?.id === 'text') {
+      $('text').blur();
+      $('view').focus({ preventScroll: true });
+    }
+    return;
+  }
   if (event.ctrlKey || event.metaKey || (inField && !(event.altKey && /^[0-9]$/.test(event.key)))) return;
-  const { layer, head, view } = store.state, model = modelCalled(store.state.model)?.plume, names = Object.keys(VIEWS);
+  const { layer, head, view } = store.state,
+    model = modelCalled(store.state.model)?.plume,
+    names = Object.keys(VIEWS);
   const turn = (value, by, count) => (value + by + count) % count;
-  if (event.key === '/') { stop(); $('text').focus(); }
-  else if (event.key === '?') showKeys();
-  else if (event.key === 'Backspace') { stop(); history.back(); }
-  else if (event.shiftKey && event.key === 'ArrowLeft') store.set({ view: names[turn(names.indexOf(view), -1, names.length)] }, { push: true });
-  else if (event.shiftKey && event.key === 'ArrowRight') store.set({ view: names[turn(names.indexOf(view), 1, names.length)] }, { push: true });
+  if (event.key === '/') {
+    stop();
+    $('text').focus();
+  } else if (event.key === '?') showKeys();
+  else if (event.key === 'Backspace') {
+    stop();
+    history.back();
+  } else if (event.shiftKey && event.key === 'ArrowLeft')
+    store.set({ view: names[turn(names.indexOf(view), -1, names.length)] }, { push: true });
+  else if (event.shiftKey && event.key === 'ArrowRight')
+    store.set({ view: names[turn(names.indexOf(view), 1, names.length)] }, { push: true });
   else if (model && (event.key === '[' || event.key === ']')) store.set({ layer: turn(layer, event.key === '[' ? -1 : 1, model.layers) });
   else if (model && (event.key === ',' || event.key === '.')) store.set({ head: turn(head, event.key === ',' ? -1 : 1, model.heads) });
-  else if (/^[0-9]$/.test(event.key) && shown?.module.key) { stop(); shown.module.key(shown.handle, event.key); }
+  else if (/^[0-9]$/.test(event.key) && shown?.module.key) {
+    stop();
+    shown.module.key(shown.handle, event.key);
+  }
 }
 
 async function exportAs(kind) {
   const name = `plume-${store.state.view}`;
-  if (kind === 'json') { save(`${name}.json`, new Blob([JSON.stringify({ link: location.href, ...lastAnswer }, null, 1)], { type: 'application/json' })); return; }
+  if (kind === 'json') {
+    save(`${name}.json`, new Blob([JSON.stringify({ link: location.href, ...lastAnswer }, null, 1)], { type: 'application/json' }));
+    return;
+  }
   const svg = snapshot($('view'));
   save(`${name}.${kind}`, kind === 'svg' ? new Blob([svg], { type: 'image/svg+xml' }) : await asPng(svg));
 }
@@ -183,7 +330,10 @@ async function exportAs(kind) {
 async function speak(language) {
   words = language === 'zh' ? (await import('./words/zh.js')).default : en;
   localStorage.setItem('plume-language', language);
-  header(); pickers(); showFacts(); hints();
+  header();
+  pickers();
+  showFacts();
+  hints();
   if (models.length) showView();
 }
 
@@ -192,7 +342,8 @@ function wire() {
   $('model').addEventListener('change', (event) => store.set({ model: event.target.value, ids: '', layer: 0, head: 0 }, { push: true }));
   $('other').addEventListener('change', (event) => store.set({ other: event.target.value }, { push: true }));
   $('theme').addEventListener('click', () => {
-    const wanted = matchMedia('(prefers-color-scheme: dark)').matches, root = document.documentElement;
+    const wanted = matchMedia('(prefers-color-scheme: dark)').matches,
+      root = document.documentElement;
     const dark = root.style.colorScheme ? root.style.colorScheme === 'dark' : wanted;
     root.style.colorScheme = dark ? 'light' : 'dark';
     localStorage.setItem('plume-theme', root.style.colorScheme);
@@ -203,15 +354,26 @@ function wire() {
   $('copy-link').addEventListener('click', async () => {
     await navigator.clipboard?.writeText(location.href).catch(() => {});
     $('copy-link').textContent = t('copied');
-    setTimeout(() => { $('copy-link').textContent = t('copyLink'); }, 1500);
+    setTimeout(() => {
+      $('copy-link').textContent = t('copyLink');
+    }, 1500);
   });
   for (const kind of ['svg', 'png', 'json']) $(`save-${kind}`).addEventListener('click', () => exportAs(kind));
   document.addEventListener('keydown', onKey);
   matchMedia('(prefers-color-scheme: dark)').addEventListener('change', showView);
   let width = innerWidth;
-  window.addEventListener('resize', () => { if (innerWidth !== width) { width = innerWidth; fit(); showView(); } });
+  window.addEventListener('resize', () => {
+    if (innerWidth !== width) {
+      width = innerWidth;
+      fit();
+      showView();
+    }
+  });
   store.listen((state, changed) => {
-    if (changed.includes('text') && $('text').value !== state.text) { $('text').value = state.text; fit(); }
+    if (changed.includes('text') && $('text').value !== state.text) {
+      $('text').value = state.text;
+      fit();
+    }
     if (changed.includes('model') || changed.includes('other')) pickers();
     hints();
     showView();
@@ -221,11 +383,15 @@ function wire() {
 async function begin() {
   try {
     models = (await api.ask('models', '/v1/models')).data;
-  } catch (error) { fail(error); return; }
+  } catch (error) {
+    fail(error);
+    return;
+  }
   const { state } = store;
   if (!modelCalled(state.model)) store.set({ model: models[0]?.id ?? '' });
   if (state.other && !modelCalled(state.other)) store.set({ other: '' });
-  pickers(); hints();
+  pickers();
+  hints();
   await showView();
 }
 

@@ -3,7 +3,9 @@
 import { h } from './draw.js';
 
 const schema = await (await fetch('/openapi.json')).json();
-const models = await fetch('/v1/models').then((answer) => answer.json()).catch(() => null);
+const models = await fetch('/v1/models')
+  .then((answer) => answer.json())
+  .catch(() => null);
 const model = models?.data?.[0]?.id ?? 'MODEL';
 
 const EXAMPLES = {
@@ -26,27 +28,61 @@ function kind(part) {
   if (!real) return '';
   if (real.enum) return real.enum.join(' | ');
   if (real.anyOf) return [...new Set(real.anyOf.map(kind))].filter((name) => name !== 'null').join(' | ');
-  return real.type === 'array' ? `[${kind(real.items)}]` : real.type ?? '';
+  return real.type === 'array' ? `[${kind(real.items)}]` : (real.type ?? '');
 }
 
 function fields(body) {
-  const rows = Object.entries(body.properties ?? {}).map(([name, part]) => h('tr', {}, h('td', {}, h('code', {}, name)), h('td', { class: 'muted' }, kind(part)),
-    h('td', { class: 'muted' }, body.required?.includes(name) ? 'needed' : part.default === undefined || part.default === null ? '' : String(part.default)), h('td', {}, part.description ?? '')));
+  const rows = Object.entries(body.properties ?? {}).map(([name, part]) =>
+    h(
+      'tr',
+      {},
+      h('td', {}, h('code', {}, name)),
+      h('td', { class: 'muted' }, kind(part)),
+      h(
+        'td',
+        { class: 'muted' },
+        body.required?.includes(name) ? 'needed' : part.default === undefined || part.default === null ? '' : String(part.default),
+      ),
+      h('td', {}, part.description ?? ''),
+    ),
+  );
   return h('div', { class: 'scroll' }, h('table', {}, h('tbody', {}, rows)));
 }
 
 function trial(path, method) {
-  const text = h('textarea', { rows: 3, spellcheck: 'false', value: JSON.stringify(EXAMPLES[path], null, 1), 'aria-label': 'body' }), answer = h('pre', { hidden: true });
+  const text = h('textarea', { rows: 3, spellcheck: 'false', value: JSON.stringify(EXAMPLES[path], null, 1), 'aria-label': 'body' }),
+    answer = h('pre', { hidden: true });
   const run = async () => {
-    const reply = await fetch(path, method === 'post' ? { method: 'POST', headers: { 'content-type': 'application/json' }, body: text.value } : {});
+    const reply = await fetch(
+      path,
+      method === 'post' ? { method: 'POST', headers: { 'content-type': 'application/json' }, body: text.value } : {},
+    );
     const said = await reply.text();
     answer.hidden = false;
     answer.textContent = `${reply.status}\n${said.length > 4000 ? `${said.slice(0, 4000)} …` : said}`;
   };
-  return h('div', { class: 'trial' }, method === 'post' ? text : null, h('button', { type: 'button', class: 'plain', onclick: run }, 'Try'), answer);
+  return h(
+    'div',
+    { class: 'trial' },
+    method === 'post' ? text : null,
+    h('button', { type: 'button', class: 'plain', onclick: run }, 'Try'),
+    answer,
+  );
 }
 
-document.getElementById('docs').append(h('p', { class: 'muted' }, schema.info.summary ?? ''), ...Object.entries(schema.paths).flatMap(([path, methods]) => Object.entries(methods).map(([method, told]) => {
-  const body = follow(told.requestBody?.content?.['application/json']?.schema);
-  return h('section', {}, h('h2', {}, h('code', {}, `${method.toUpperCase()} ${path}`)), h('p', {}, told.description ?? ''), body ? fields(body) : null, path.includes('{') || path.includes('events') ? null : trial(path, method));
-})));
+document.getElementById('docs').append(
+  h('p', { class: 'muted' }, schema.info.summary ?? ''),
+  ...Object.entries(schema.paths).flatMap(([path, methods]) =>
+    Object.entries(methods).map(([method, told]) => {
+      const body = follow(told.requestBody?.content?.['application/json']?.schema);
+      return h(
+        'section',
+        {},
+        h('h2', {}, h('code', {}, `${method.toUpperCase()} ${path}`)),
+        h('p', {}, told.description ?? ''),
+        body ? fields(body) : null,
+        path.includes('{') || path.includes('events') ? null : trial(path, method),
+      );
+    }),
+  ),
+);

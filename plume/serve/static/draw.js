@@ -11,6 +11,10 @@ export function s(tag, props = {}, ...children) {
 }
 function build(element, props, children) {
   for (const [name, value] of Object.entries(props)) {
+    if (name.startsWith('aria-') && value !== undefined) {
+      element.setAttribute(name, String(value));
+      continue;
+    }
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith('on')) element.addEventListener(name.slice(2), value);
     else if (name === 'style') for (const [key, v] of Object.entries(value)) element.style.setProperty(key, v);
@@ -31,7 +35,8 @@ export function percent(p) {
   return x >= 0.01 ? `${x.toFixed(x >= 10 ? 1 : 2)} %` : `${x.toExponential(0)} %`;
 }
 export const fixed = (x, digits = 2) => (x === null || !Number.isFinite(x) ? '–' : x.toFixed(digits));
-export const short = (n) => (n >= 1e9 ? `${(n / 1e9).toFixed(1)}B` : n >= 1e6 ? `${(n / 1e6).toFixed(1)}M` : n >= 1e4 ? `${(n / 1e3).toFixed(0)}k` : String(n));
+export const short = (n) =>
+  n >= 1e9 ? `${(n / 1e9).toFixed(1)}B` : n >= 1e6 ? `${(n / 1e6).toFixed(1)}M` : n >= 1e4 ? `${(n / 1e3).toFixed(0)}k` : String(n);
 
 export function bar(p, kind = '') {
   return h('span', { class: `track ${kind}` }, h('span', { class: 'fill', style: { width: `${Math.min(100, 100 * p)}%` } }));
@@ -39,12 +44,22 @@ export function bar(p, kind = '') {
 
 // ---- colour: equal steps of the value are equal steps to the eye (straight lines in OKLab)
 
-const RAMPS = { light: [[0.98, 0, 0.003], [0.36, -0.02, -0.105]], dark: [[0.225, -0.001, -0.006], [0.86, -0.03, -0.07]] };
+const RAMPS = {
+  light: [
+    [0.98, 0, 0.003],
+    [0.36, -0.02, -0.105],
+  ],
+  dark: [
+    [0.225, -0.001, -0.006],
+    [0.86, -0.03, -0.07],
+  ],
+};
 
 function srgb([l, a, b]) {
   const [x, y, z] = [l + 0.3963 * a + 0.2158 * b, l - 0.1056 * a - 0.0639 * b, l - 0.0895 * a - 1.2915 * b].map((v) => v ** 3);
-  return [4.0767 * x - 3.3077 * y + 0.231 * z, -1.2684 * x + 2.6098 * y - 0.3413 * z, -0.0042 * x - 0.7034 * y + 1.7076 * z]
-    .map((v) => Math.round(255 * Math.min(1, Math.max(0, v <= 0.0031308 ? 12.92 * v : 1.055 * v ** (1 / 2.4) - 0.055))));
+  return [4.0767 * x - 3.3077 * y + 0.231 * z, -1.2684 * x + 2.6098 * y - 0.3413 * z, -0.0042 * x - 0.7034 * y + 1.7076 * z].map((v) =>
+    Math.round(255 * Math.min(1, Math.max(0, v <= 0.0031308 ? 12.92 * v : 1.055 * v ** (1 / 2.4) - 0.055))),
+  );
 }
 export function dark() {
   const forced = document.documentElement.style.colorScheme;
@@ -52,7 +67,8 @@ export function dark() {
 }
 const tables = {};
 export function shades() {
-  const name = dark() ? 'dark' : 'light', [from, to] = RAMPS[name];
+  const name = dark() ? 'dark' : 'light',
+    [from, to] = RAMPS[name];
   tables[name] ??= Array.from({ length: 256 }, (_, i) => srgb(from.map((v, c) => v + (to[c] - v) * (i / 255))));
   return tables[name];
 }
@@ -67,9 +83,11 @@ export const onShade = (t) => (t > 0.48 ? 'var(--paper)' : 'var(--ink)');
 export function unpack({ shape, f16, u8 }) {
   const bytes = Uint8Array.from(atob(f16 ?? u8), (c) => c.charCodeAt(0));
   if (u8) return { shape, data: bytes };
-  const halves = new Uint16Array(bytes.buffer), data = new Float32Array(halves.length);
+  const halves = new Uint16Array(bytes.buffer),
+    data = new Float32Array(halves.length);
   halves.forEach((x, i) => {
-    const exponent = (x >> 10) & 31, fraction = x & 1023;
+    const exponent = (x >> 10) & 31,
+      fraction = x & 1023;
     const size = exponent ? (1 + fraction / 1024) * 2 ** (exponent - 15) : fraction * 2 ** -24;
     data[i] = x & 0x8000 ? -size : size;
   });
@@ -78,8 +96,11 @@ export function unpack({ shape, f16, u8 }) {
 
 // one cell per pixel; CSS makes it as large as wanted
 export function paint(canvas, rows, columns, value) {
-  canvas.width = columns; canvas.height = rows;
-  const context = canvas.getContext('2d'), image = context.createImageData(columns, rows), table = shades();
+  canvas.width = columns;
+  canvas.height = rows;
+  const context = canvas.getContext('2d'),
+    image = context.createImageData(columns, rows),
+    table = shades();
   for (let i = 0; i < rows * columns; i++) {
     const [r, g, b] = table[Math.round(255 * Math.min(1, Math.max(0, value(Math.floor(i / columns), i % columns))))];
     image.data.set([r, g, b, 255], 4 * i);
@@ -91,27 +112,71 @@ export function paint(canvas, rows, columns, value) {
 // a vector as a line of cells; the two signs are the two ends of the ramp
 export function strip(vector, largest) {
   const top = largest || Math.max(...vector.map(Math.abs), 1e-9);
-  return paint(h('canvas', { title: vector.slice(0, 8).map((x) => x.toFixed(2)).join('  ') + ' …' }), 1, vector.length, (_, i) => 0.5 + vector[i] / top / 2);
+  return paint(
+    h('canvas', {
+      title:
+        vector
+          .slice(0, 8)
+          .map((x) => x.toFixed(2))
+          .join('  ') + ' …',
+    }),
+    1,
+    vector.length,
+    (_, i) => 0.5 + vector[i] / top / 2,
+  );
 }
 
 // ---- attention
 
 // words down and across, a cell per pair; on(i, j) hears the pointer, null when it leaves
 export function matrix({ data, pieces, width, on, pick, query }) {
-  const n = pieces.length, label = Math.min(110, 12 + 7.4 * Math.max(...pieces.map((p) => Math.min(12, visible(p).length))));
-  const cell = Math.max(5, Math.min(34, (width - label) / n)), size = cell * n;
-  const canvas = paint(h('canvas', { style: { width: `${size}px`, height: `${size}px`, 'image-rendering': 'pixelated', position: 'absolute', left: `${label}px`, top: `${label}px`, 'border-radius': '3px' } }), n, n, (i, j) => data[i * n + j]);
+  const n = pieces.length,
+    label = Math.min(110, 12 + 7.4 * Math.max(...pieces.map((p) => Math.min(12, visible(p).length))));
+  const cell = Math.max(5, Math.min(34, (width - label) / n)),
+    size = cell * n;
+  const canvas = paint(
+    h('canvas', {
+      style: {
+        width: `${size}px`,
+        height: `${size}px`,
+        'image-rendering': 'pixelated',
+        position: 'absolute',
+        left: `${label}px`,
+        top: `${label}px`,
+        'border-radius': '3px',
+      },
+    }),
+    n,
+    n,
+    (i, j) => data[i * n + j],
+  );
   const skip = Math.ceil(11 / cell);
   const cut = (piece) => visible(piece).slice(0, 12);
-  const rows = [], columns = [];
+  const rows = [],
+    columns = [];
   pieces.forEach((piece, i) => {
     if (i % skip) return;
     const at = label + (i + 0.5) * cell;
     rows[i] = s('text', { class: 'word', x: label - 6, y: at + 4, 'text-anchor': 'end', 'font-size': 12 }, cut(piece));
     columns[i] = s('text', { class: 'word', transform: `translate(${at + 4} ${label - 6}) rotate(-90)` }, cut(piece));
   });
-  const frame = s('rect', { fill: 'none', stroke: 'var(--accent)', 'stroke-width': 1.5, rx: 2, visibility: 'hidden', width: size, height: cell, x: label });
-  const svg = s('svg', { width: label + size, height: label + size, role: 'img', style: { position: 'relative', 'pointer-events': 'none' } }, rows.filter(Boolean), columns.filter(Boolean), frame);
+  const frame = s('rect', {
+    fill: 'none',
+    stroke: 'var(--accent)',
+    'stroke-width': 1.5,
+    rx: 2,
+    visibility: 'hidden',
+    width: size,
+    height: cell,
+    x: label,
+  });
+  const svg = s(
+    'svg',
+    { width: label + size, height: label + size, role: 'img', style: { position: 'relative', 'pointer-events': 'none' } },
+    rows.filter(Boolean),
+    columns.filter(Boolean),
+    frame,
+  );
   const place = (event) => {
     const box = canvas.getBoundingClientRect();
     const [j, i] = [event.clientX - box.left, event.clientY - box.top].map((v) => Math.floor(v / cell));
@@ -124,35 +189,89 @@ export function matrix({ data, pieces, width, on, pick, query }) {
     if (i !== undefined) frame.setAttribute('y', label + i * cell);
   };
   if (query >= 0 && query < n) light(query);
-  const box = h('div', { class: 'matrix', style: { width: `${label + size}px`, height: `${label + size}px` },
-    onpointermove: (event) => { const at = place(event); if (at) { light(...at); on(...at); } },
-    onpointerleave: () => { light(query >= 0 && query < n ? query : undefined); on(null); },
-    onclick: (event) => { const at = place(event); if (at) pick(at[0]); } }, canvas, svg);
+  const box = h(
+    'div',
+    {
+      class: 'matrix',
+      style: { width: `${label + size}px`, height: `${label + size}px` },
+      onpointermove: (event) => {
+        const at = place(event);
+        if (at) {
+          light(...at);
+          on(...at);
+        }
+      },
+      onpointerleave: () => {
+        light(query >= 0 && query < n ? query : undefined);
+        on(null);
+      },
+      onclick: (event) => {
+        const at = place(event);
+        if (at) pick(at[0]);
+      },
+    },
+    canvas,
+    svg,
+  );
   return box;
 }
 
 // two columns of words and a line between each pair that looks at each other
 export function arcs({ data, pieces, width, on, pick, query }) {
-  const n = pieces.length, step = 22, left = 130, right = Math.max(left + 120, Math.min(width - 130, 420));
-  const lines = [], words = [[], []];
-  const show = (i) => lines.forEach(({ path, from, w }) => {
-    path.setAttribute('stroke-opacity', i === null ? 0.75 * w : from === i ? Math.min(1, 0.15 + w) : 0.02);
-    path.setAttribute('stroke-width', from === i ? 1 + 4 * w : 1.2);
-  });
-  for (let i = 0; i < n; i++) for (let j = 0; j < n; j++) {
-    const w = data[i * n + j];
-    if (w < 0.02) continue;
-    const [y0, y1] = [i, j].map((k) => 14 + k * step), middle = (left + right) / 2;
-    lines.push({ from: i, w, path: s('path', { class: 'arc', d: `M${left} ${y0}C${middle} ${y0} ${middle} ${y1} ${right} ${y1}` }) });
-  }
-  pieces.forEach((piece, i) => [0, 1].forEach((side) => {
-    const word = s('text', { class: 'word', x: side ? right + 8 : left - 8, y: 18 + i * step, 'text-anchor': side ? 'start' : 'end', style: { cursor: 'pointer' },
-      onpointerenter: () => { if (!side) { show(i); on(i, null); } else on(null, i); }, onpointerleave: () => { show(query >= 0 ? query : null); on(null); }, onclick: () => pick(i) }, visible(piece).slice(0, 14));
-    words[side].push(word);
-  }));
+  const n = pieces.length,
+    step = 22,
+    left = 130,
+    right = Math.max(left + 120, Math.min(width - 130, 420));
+  const lines = [],
+    words = [[], []];
+  const show = (i) =>
+    lines.forEach(({ path, from, w }) => {
+      path.setAttribute('stroke-opacity', i === null ? 0.75 * w : from === i ? Math.min(1, 0.15 + w) : 0.02);
+      path.setAttribute('stroke-width', from === i ? 1 + 4 * w : 1.2);
+    });
+  for (let i = 0; i < n; i++)
+    for (let j = 0; j < n; j++) {
+      const w = data[i * n + j];
+      if (w < 0.02) continue;
+      const [y0, y1] = [i, j].map((k) => 14 + k * step),
+        middle = (left + right) / 2;
+      lines.push({ from: i, w, path: s('path', { class: 'arc', d: `M${left} ${y0}C${middle} ${y0} ${middle} ${y1} ${right} ${y1}` }) });
+    }
+  pieces.forEach((piece, i) =>
+    [0, 1].forEach((side) => {
+      const word = s(
+        'text',
+        {
+          class: 'word',
+          x: side ? right + 8 : left - 8,
+          y: 18 + i * step,
+          'text-anchor': side ? 'start' : 'end',
+          style: { cursor: 'pointer' },
+          onpointerenter: () => {
+            if (!side) {
+              show(i);
+              on(i, null);
+            } else on(null, i);
+          },
+          onpointerleave: () => {
+            show(query >= 0 ? query : null);
+            on(null);
+          },
+          onclick: () => pick(i),
+        },
+        visible(piece).slice(0, 14),
+      );
+      words[side].push(word);
+    }),
+  );
   show(query >= 0 && query < n ? query : null);
   words[0][query]?.classList.add('lit');
-  return s('svg', { width: right + 130, height: n * step + 8, role: 'img' }, lines.map((line) => line.path), words.flat());
+  return s(
+    'svg',
+    { width: right + 130, height: n * step + 8, role: 'img' },
+    lines.map((line) => line.path),
+    words.flat(),
+  );
 }
 
 // ---- curves
@@ -160,26 +279,30 @@ export function arcs({ data, pieces, width, on, pick, query }) {
 function ticks(low, high, count, log) {
   if (log) {
     const found = [];
-    for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++) for (const m of [1, 2, 5]) {
-      const v = m * 10 ** e;
-      if (v >= low * 0.999 && v <= high * 1.001) found.push(v);
-    }
+    for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++)
+      for (const m of [1, 2, 5]) {
+        const v = m * 10 ** e;
+        if (v >= low * 0.999 && v <= high * 1.001) found.push(v);
+      }
     return found;
   }
-  const rough = (high - low) / count || 1, base = 10 ** Math.floor(Math.log10(rough));
+  const rough = (high - low) / count || 1,
+    base = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * base).find((v) => v >= rough);
   const found = [];
   for (let v = Math.ceil(low / step) * step; v <= high + step / 1e6; v += step) found.push(Number(v.toPrecision(10)));
   return found;
 }
-const tick = (v) => (Math.abs(v) >= 1e4 ? short(v) : Math.abs(v) >= 1e-3 || v === 0 ? String(Number(v.toPrecision(4))) : v.toExponential(0));
+const tick = (v) =>
+  Math.abs(v) >= 1e4 ? short(v) : Math.abs(v) >= 1e-3 || v === 0 ? String(Number(v.toPrecision(4))) : v.toExponential(0);
 
 // lines: [{x: [], y: [], name, kind: 'c0 dashed'}]; on(index along the longest line, its x)
 export function curves({ lines, width, height = 150, log = false, title, on, label = tick, mark }) {
   const pad = { left: 44, right: 8, top: title ? 22 : 8, bottom: 22 };
   const real = lines.filter((line) => line.y.some((v) => v !== null && Number.isFinite(v)));
   const usable = (v) => v !== null && Number.isFinite(v) && (!log || v > 0);
-  const xs = real.flatMap((line) => line.x), ys = real.flatMap((line) => line.y.filter(usable));
+  const xs = real.flatMap((line) => line.x),
+    ys = real.flatMap((line) => line.y.filter(usable));
   let [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
   if (!ys.length) [x0, x1, y0, y1] = [0, 1, 0, 1];
   if (!log) y0 = Math.min(y0, y0 > 0 && y0 < 0.4 * y1 ? 0 : y0);
@@ -190,19 +313,29 @@ export function curves({ lines, width, height = 150, log = false, title, on, lab
   const Y = (v) => height - pad.bottom - ((to(v) - to(y0)) / (to(y1) - to(y0))) * (height - pad.top - pad.bottom);
   const svg = s('svg', { width, height, role: 'img', 'aria-label': title ?? '' });
   if (title) svg.append(s('text', { x: 0, y: 12 }, title));
-  for (const v of ticks(y0, y1, 4, log)) svg.append(s('line', { class: 'tick', x1: pad.left, x2: width - pad.right, y1: Y(v), y2: Y(v) }), s('text', { x: pad.left - 6, y: Y(v) + 4, 'text-anchor': 'end' }, tick(v)));
-  for (const v of ticks(x0, x1, Math.max(2, Math.floor(width / 110)), false)) svg.append(s('text', { x: X(v), y: height - 6, 'text-anchor': 'middle' }, label(v)));
+  for (const v of ticks(y0, y1, 4, log))
+    svg.append(
+      s('line', { class: 'tick', x1: pad.left, x2: width - pad.right, y1: Y(v), y2: Y(v) }),
+      s('text', { x: pad.left - 6, y: Y(v) + 4, 'text-anchor': 'end' }, tick(v)),
+    );
+  for (const v of ticks(x0, x1, Math.max(2, Math.floor(width / 110)), false))
+    svg.append(s('text', { x: X(v), y: height - 6, 'text-anchor': 'middle' }, label(v)));
   for (const line of real) {
-    let path = '', down = false;
+    let path = '',
+      down = false;
     line.x.forEach((x, i) => {
       const v = line.y[i];
-      if (!usable(v)) { down = false; return; }
+      if (!usable(v)) {
+        down = false;
+        return;
+      }
       path += `${down ? 'L' : 'M'}${X(x).toFixed(1)} ${Y(v).toFixed(1)}`;
       down = true;
     });
     svg.append(s('path', { class: `curve ${line.kind}`, d: path }));
   }
-  for (const at of mark ?? []) svg.append(s('line', { class: 'cursor-line', x1: X(at), x2: X(at), y1: pad.top, y2: height - pad.bottom, 'stroke-dasharray': '2 3' }));
+  for (const at of mark ?? [])
+    svg.append(s('line', { class: 'cursor-line', x1: X(at), x2: X(at), y1: pad.top, y2: height - pad.bottom, 'stroke-dasharray': '2 3' }));
   if (on && real.length) {
     const longest = real.reduce((a, b) => (b.x.length > a.x.length ? b : a));
     const pointer = s('line', { class: 'cursor-line', y1: pad.top, y2: height - pad.bottom, visibility: 'hidden' });
@@ -222,42 +355,94 @@ export function curves({ lines, width, height = 150, log = false, title, on, lab
 // ---- any part of the page as a picture: what is laid out is read back as rectangles, words, lines and images
 
 export function snapshot(root) {
-  const area = root.getBoundingClientRect(), width = Math.ceil(Math.max(area.width, root.scrollWidth)), height = Math.ceil(Math.max(area.height, root.scrollHeight));
+  const area = root.getBoundingClientRect(),
+    width = Math.ceil(Math.max(area.width, root.scrollWidth)),
+    height = Math.ceil(Math.max(area.height, root.scrollHeight));
   const page = getComputedStyle(document.body).backgroundColor;
   const svg = s('svg', { xmlns: SVG, width, height, viewBox: `0 0 ${width} ${height}` }, s('rect', { width, height, fill: page }));
   const at = (box) => ({ x: (box.left - area.left).toFixed(1), y: (box.top - area.top).toFixed(1) });
   const clear = (colour) => colour === 'transparent' || /,\s*0\)$|\/\s*0\)$/.test(colour);
   const walk = (node) => {
-    if (node.nodeType === Node.TEXT_NODE) { write(node); return; }
-    if (node.nodeType !== Node.ELEMENT_NODE) return;
-    const style = getComputedStyle(node), box = node.getBoundingClientRect();
-    if (style.display === 'none' || style.visibility === 'hidden') return;
-    if (node.tagName === 'CANVAS') {
-      svg.append(s('image', { ...at(box), width: box.width, height: box.height, href: node.toDataURL(), preserveAspectRatio: 'none', 'image-rendering': 'pixelated' }));
+    if (node.nodeType === Node.TEXT_NODE) {
+      write(node);
       return;
     }
-    if (node.tagName === 'svg') { svg.append(inked(node, at(box))); return; }
+    if (node.nodeType !== Node.ELEMENT_NODE) return;
+    const style = getComputedStyle(node),
+      box = node.getBoundingClientRect();
+    if (style.display === 'none' || style.visibility === 'hidden') return;
+    if (node.tagName === 'CANVAS') {
+      svg.append(
+        s('image', {
+          ...at(box),
+          width: box.width,
+          height: box.height,
+          href: node.toDataURL(),
+          preserveAspectRatio: 'none',
+          'image-rendering': 'pixelated',
+        }),
+      );
+      return;
+    }
+    if (node.tagName === 'svg') {
+      svg.append(inked(node, at(box)));
+      return;
+    }
     const border = parseFloat(style.borderTopWidth) && !clear(style.borderTopColor) && style.borderTopStyle !== 'none';
     if (!clear(style.backgroundColor) || (border && style.borderLeftWidth === style.borderTopWidth)) {
-      for (const part of node.getClientRects()) svg.append(s('rect', { ...at(part), width: part.width.toFixed(1), height: part.height.toFixed(1), rx: parseFloat(style.borderTopLeftRadius) || 0,
-        fill: clear(style.backgroundColor) ? 'none' : style.backgroundColor, stroke: border ? style.borderTopColor : 'none' }));
+      for (const part of node.getClientRects())
+        svg.append(
+          s('rect', {
+            ...at(part),
+            width: part.width.toFixed(1),
+            height: part.height.toFixed(1),
+            rx: parseFloat(style.borderTopLeftRadius) || 0,
+            fill: clear(style.backgroundColor) ? 'none' : style.backgroundColor,
+            stroke: border ? style.borderTopColor : 'none',
+          }),
+        );
     }
-    if (node.tagName === 'SELECT' || node.tagName === 'INPUT') { field(node, style, box); return; }
+    if (node.tagName === 'SELECT' || node.tagName === 'INPUT') {
+      field(node, style, box);
+      return;
+    }
     node.childNodes.forEach(walk);
   };
-  const words = (text, style, box) => svg.append(s('text', { x: at(box).x, y: (box.top - area.top + box.height / 2).toFixed(1), 'dominant-baseline': 'central', fill: style.color,
-    'font-family': style.fontFamily, 'font-size': style.fontSize, 'font-weight': style.fontWeight, 'xml:space': 'preserve' }, text));
+  const words = (text, style, box) =>
+    svg.append(
+      s(
+        'text',
+        {
+          x: at(box).x,
+          y: (box.top - area.top + box.height / 2).toFixed(1),
+          'dominant-baseline': 'central',
+          fill: style.color,
+          'font-family': style.fontFamily,
+          'font-size': style.fontSize,
+          'font-weight': style.fontWeight,
+          'xml:space': 'preserve',
+        },
+        text,
+      ),
+    );
   const write = (node) => {
-    const text = node.data, range = document.createRange(), style = getComputedStyle(node.parentElement);
-    let start = 0, line = null;
-    const flush = (end) => { if (line && text.slice(start, end).trim()) words(text.slice(start, end), style, line); };
+    const text = node.data,
+      range = document.createRange(),
+      style = getComputedStyle(node.parentElement);
+    let start = 0,
+      line = null;
+    const flush = (end) => {
+      if (line && text.slice(start, end).trim()) words(text.slice(start, end), style, line);
+    };
     for (let i = 0; i < text.length; i++) {
-      range.setStart(node, i); range.setEnd(node, i + 1);
+      range.setStart(node, i);
+      range.setEnd(node, i + 1);
       const box = range.getBoundingClientRect();
       if (!box.width) continue;
       if (line && Math.abs(box.top - line.top) < 3) continue;
       flush(i);
-      start = i; line = box;
+      start = i;
+      line = box;
     }
     flush(text.length);
   };
@@ -266,11 +451,24 @@ export function snapshot(root) {
     if (said) words(said, style, { left: box.left + 6, top: box.top, height: box.height });
   };
   const inked = (node, place) => {
-    const copy = node.cloneNode(true), originals = [node, ...node.querySelectorAll('*')];
+    const copy = node.cloneNode(true),
+      originals = [node, ...node.querySelectorAll('*')];
     [copy, ...copy.querySelectorAll('*')].forEach((part, i) => {
       const style = getComputedStyle(originals[i]);
-      for (const name of ['fill', 'stroke', 'stroke-width', 'stroke-opacity', 'stroke-dasharray', 'font-family', 'font-size', 'font-weight', 'visibility']) part.setAttribute(name, style.getPropertyValue(name));
-      part.removeAttribute('class'); part.removeAttribute('style');
+      for (const name of [
+        'fill',
+        'stroke',
+        'stroke-width',
+        'stroke-opacity',
+        'stroke-dasharray',
+        'font-family',
+        'font-size',
+        'font-weight',
+        'visibility',
+      ])
+        part.setAttribute(name, style.getPropertyValue(name));
+      part.removeAttribute('class');
+      part.removeAttribute('style');
     });
     return build(copy, { ...place, overflow: 'visible' }, []);
   };
@@ -284,7 +482,9 @@ export async function asPng(svg) {
   await picture.decode();
   const canvas = h('canvas', { width: 2 * picture.width, height: 2 * picture.height });
   canvas.getContext('2d').drawImage(picture, 0, 0, canvas.width, canvas.height);
-  return new Promise((resolve) => { canvas.toBlob(resolve, 'image/png'); });
+  return new Promise((resolve) => {
+    canvas.toBlob(resolve, 'image/png');
+  });
 }
 
 export function save(name, blob) {

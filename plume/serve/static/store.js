@@ -1,10 +1,30 @@
 // One place for what the page shows. The address holds all of it, so a link shows another person exactly this picture.
 
 export const DEFAULTS = {
-  view: 'next', text: '', ids: '', model: '', other: '',
-  temperature: 1, topk: 0, topp: 1, seed: 1, samples: 1, length: 60,
-  layer: 0, head: 0, mix: 'head', sort: 'layer', picture: 'matrix', query: -1, start: -1,
-  colour: 'rank', place: -1, masked: '', runs: '', axis: 'tokens', scale: 'linear',
+  view: 'next',
+  text: '',
+  ids: '',
+  model: '',
+  other: '',
+  temperature: 1,
+  topk: 0,
+  topp: 1,
+  seed: 1,
+  samples: 1,
+  length: 60,
+  layer: 0,
+  head: 0,
+  mix: 'head',
+  sort: 'layer',
+  picture: 'matrix',
+  query: -1,
+  start: -1,
+  colour: 'rank',
+  place: -1,
+  masked: '',
+  runs: '',
+  axis: 'tokens',
+  scale: 'linear',
 };
 
 export function parse(hash) {
@@ -38,15 +58,21 @@ export function createStore() {
   });
 
   return {
-    get state() { return state; },
-    listen(listener) { listeners.add(listener); return () => listeners.delete(listener); },
+    get state() {
+      return state;
+    },
+    listen(listener) {
+      listeners.add(listener);
+      return () => listeners.delete(listener);
+    },
     // push makes a step that Back undoes; without it the newest step is rewritten
     set(patch, { push = false } = {}) {
       const changed = Object.keys(patch).filter((name) => patch[name] !== state[name]);
       if (!changed.length) return;
       state = { ...state, ...patch };
       const address = location.pathname + format(state);
-      if (push) history.pushState(null, '', address); else history.replaceState(null, '', address);
+      if (push) history.pushState(null, '', address);
+      else history.replaceState(null, '', address);
       tell(changed);
     },
   };

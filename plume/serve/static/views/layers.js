@@ -4,23 +4,41 @@ import { bar, fixed, h, onShade, percent, shade, visible } from '../draw.js';
 import { subject } from '../store.js';
 
 export function mount(root, context) {
-  const { t } = context, minimap = h('div', { class: 'minimap', hidden: true }, h('i')), box = h('div', { class: 'scroll' });
+  const { t } = context,
+    minimap = h('div', { class: 'minimap', hidden: true }, h('i')),
+    box = h('div', { class: 'scroll' });
   root.append(minimap, box);
   const self = { root, context, box, minimap };
   minimap.addEventListener('pointerdown', (event) => {
-    const { total, size } = self.answer.window, area = minimap.getBoundingClientRect();
-    context.store.set({ start: Math.round(Math.max(0, Math.min(total - size, ((event.clientX - area.left) / area.width) * total - size / 2))) });
+    const { total, size } = self.answer.window,
+      area = minimap.getBoundingClientRect();
+    context.store.set({
+      start: Math.round(Math.max(0, Math.min(total - size, ((event.clientX - area.left) / area.width) * total - size / 2))),
+    });
   });
-  context.side(h('p', {}, t(context.model()?.plume.causal === false ? 'introLayersMasked' : 'introLayers')), h('p', { class: 'muted' }, t('introLayers2')));
+  context.side(
+    h('p', {}, t(context.model()?.plume.causal === false ? 'introLayersMasked' : 'introLayers')),
+    h('p', { class: 'muted' }, t('introLayers2')),
+  );
   return self;
 }
 
 export function update(self, state) {
   const { context, box } = self;
-  if (!context.model().plume.predicts) { box.replaceChildren(h('p', { class: 'empty' }, context.t('notForModel', { what: context.t('aToken'), model: context.model().id }))); return; }
-  if (!state.text) { box.replaceChildren(); return; }
-  const body = { model: context.model().id, ...subject(state), view: 'layers', start: state.start < 0 ? null : state.start, size: 48 }, asked = JSON.stringify(body);
-  if (asked === self.asked) { draw(self); return; }
+  if (!context.model().plume.predicts) {
+    box.replaceChildren(h('p', { class: 'empty' }, context.t('notForModel', { what: context.t('aToken'), model: context.model().id })));
+    return;
+  }
+  if (!state.text) {
+    box.replaceChildren();
+    return;
+  }
+  const body = { model: context.model().id, ...subject(state), view: 'layers', start: state.start < 0 ? null : state.start, size: 48 },
+    asked = JSON.stringify(body);
+  if (asked === self.asked) {
+    draw(self);
+    return;
+  }
   self.asked = asked;
   context.ask(box, context.question('layers'), '/v1/explain', body, (answer) => {
     self.answer = answer;
@@ -30,31 +48,104 @@ export function update(self, state) {
   });
 }
 
-export function unmount(self) { self.root.replaceChildren(); }
+export function unmount(self) {
+  self.root.replaceChildren();
+}
 
 function draw(self) {
-  const { context, answer } = self, { t } = context, { lens, pieces, window } = answer, rows = lens.pieces.length;
+  const { context, answer } = self,
+    { t } = context,
+    { lens, pieces, window } = answer,
+    rows = lens.pieces.length;
   self.minimap.hidden = window.total <= window.size;
-  Object.assign(self.minimap.firstChild.style, { left: `${(100 * window.start) / window.total}%`, width: `${(100 * window.size) / window.total}%` });
-  const head = h('thead', {}, h('tr', {}, h('th', { class: 'side-head' }), pieces.map((piece) => h('th', { title: visible(piece) }, visible(piece)))));
-  const body = h('tbody', {}, Array.from({ length: rows }, (_, layer) => h('tr', {}, h('th', { class: 'side-head' }, layer === 0 ? t('embedding') : t('layer', { n: layer })),
-    pieces.map((_, place) => {
-      const p = lens.probabilities[layer][place][0], depth = Math.sqrt(p) * 0.95;
-      const cell = h('td', { tabindex: 0, style: { background: shade(depth), color: onShade(depth) }, 'data-key': `${layer}/${place}`, 'data-value': lens.tokens[layer][place][0] }, visible(lens.pieces[layer][place][0]));
-      return context.why(cell, () => about(self, layer, place));
-    }))));
+  Object.assign(self.minimap.firstChild.style, {
+    left: `${(100 * window.start) / window.total}%`,
+    width: `${(100 * window.size) / window.total}%`,
+  });
+  const head = h(
+    'thead',
+    {},
+    h(
+      'tr',
+      {},
+      h('th', { class: 'side-head' }),
+      pieces.map((piece) => h('th', { title: visible(piece) }, visible(piece))),
+    ),
+  );
+  const body = h(
+    'tbody',
+    {},
+    Array.from({ length: rows }, (_, layer) =>
+      h(
+        'tr',
+        {},
+        h('th', { class: 'side-head' }, layer === 0 ? t('embedding') : t('layer', { n: layer })),
+        pieces.map((_, place) => {
+          const p = lens.probabilities[layer][place][0],
+            depth = Math.sqrt(p) * 0.95;
+          const cell = h(
+            'td',
+            {
+              tabindex: 0,
+              style: { background: shade(depth), color: onShade(depth) },
+              'data-key': `${layer}/${place}`,
+              'data-value': lens.tokens[layer][place][0],
+            },
+            visible(lens.pieces[layer][place][0]),
+          );
+          return context.why(cell, () => about(self, layer, place));
+        }),
+      ),
+    ),
+  );
   self.box.replaceChildren(h('table', { class: 'grid' }, head, body));
   self.box.scrollLeft = self.box.scrollWidth;
 }
 
 function about(self, layer, place) {
-  const { answer } = self, { t } = self.context, { lens, norms, contributions } = answer;
-  const top = lens.pieces[layer][place].map((piece, k) => h('div', { class: 'row' }, h('span', { class: 'token' }, visible(piece)), bar(lens.probabilities[layer][place][k]), h('span', { class: 'number' }, percent(lens.probabilities[layer][place][k]))));
+  const { answer } = self,
+    { t } = self.context,
+    { lens, norms, contributions } = answer;
+  const top = lens.pieces[layer][place].map((piece, k) =>
+    h(
+      'div',
+      { class: 'row' },
+      h('span', { class: 'token' }, visible(piece)),
+      bar(lens.probabilities[layer][place][k]),
+      h('span', { class: 'number' }, percent(lens.probabilities[layer][place][k])),
+    ),
+  );
   const title = layer === 0 ? t('afterEmbedding') : t('afterLayer', { n: layer });
-  const parts = [h('h2', {}, `${title} · ${visible(answer.pieces[place])}`), h('div', { class: 'list' }, top), h('pre', {}, `‖x‖ = ${fixed(norms[layer][place], 2)}\n${t('norm')}`)];
+  const parts = [
+    h('h2', {}, `${title} · ${visible(answer.pieces[place])}`),
+    h('div', { class: 'list' }, top),
+    h('pre', {}, `‖x‖ = ${fixed(norms[layer][place], 2)}\n${t('norm')}`),
+  ];
   const lanes = [[t('embedding'), contributions.embedding[place], layer === 0]];
-  contributions.attention.forEach((row, i) => lanes.push([`${t('attentionPart')} ${i + 1}`, row[place], layer === i + 1], [`${t('mlpPart')} ${i + 1}`, contributions.mlp[i][place], layer === i + 1]));
+  contributions.attention.forEach((row, i) =>
+    lanes.push(
+      [`${t('attentionPart')} ${i + 1}`, row[place], layer === i + 1],
+      [`${t('mlpPart')} ${i + 1}`, contributions.mlp[i][place], layer === i + 1],
+    ),
+  );
   const largest = Math.max(...lanes.map((lane) => Math.abs(lane[1])), 1e-9);
-  const lane = ([name, value, here]) => [h('span', { class: here ? '' : 'muted' }, name), h('span', { class: 'lane' }, h('i', { class: value < 0 ? 'minus' : '', style: { left: `${value < 0 ? 50 + (50 * value) / largest : 50}%`, width: `${(50 * Math.abs(value)) / largest}%` } })), h('span', { class: 'number' }, `${value < 0 ? '−' : '+'}${fixed(Math.abs(value))}`)];
-  return [...parts, h('h2', {}, t('towards', { token: visible(contributions.pieces[place]) })), h('div', { class: 'diverge' }, lanes.flatMap(lane)), h('p'), h('p', { class: 'muted' }, t('contributionWhy', { x: fixed(contributions.total[place]) }))];
+  const lane = ([name, value, here]) => [
+    h('span', { class: here ? '' : 'muted' }, name),
+    h(
+      'span',
+      { class: 'lane' },
+      h('i', {
+        class: value < 0 ? 'minus' : '',
+        style: { left: `${value < 0 ? 50 + (50 * value) / largest : 50}%`, width: `${(50 * Math.abs(value)) / largest}%` },
+      }),
+    ),
+    h('span', { class: 'number' }, `${value < 0 ? '−' : '+'}${fixed(Math.abs(value))}`),
+  ];
+  return [
+    ...parts,
+    h('h2', {}, t('towards', { token: visible(contributions.pieces[place]) })),
+    h('div', { class: 'diverge' }, lanes.flatMap(lane)),
+    h('p'),
+    h('p', { class: 'muted' }, t('contributionWhy', { x: fixed(contributions.total[place]) })),
+  ];
 }

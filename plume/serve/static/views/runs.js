@@ -2,13 +2,33 @@
 
 import { curves, fixed, h, short } from '../draw.js';
 
-const AXES = [['tokens', 'byTokens'], ['seconds', 'byTime'], ['step', 'bySteps']], STALLED = 60;
+const AXES = [
+    ['tokens', 'byTokens'],
+    ['seconds', 'byTime'],
+    ['step', 'bySteps'],
+  ],
+  STALLED = 60;
 
 export function mount(root, context) {
   const { t, store } = context;
-  const group = (name, values) => h('div', { class: 'group', 'data-name': name }, values.map(([value, word]) => h('button', { type: 'button', 'data-value-is': value, onclick: () => store.set({ [name]: value }) }, t(word))));
-  const groups = [group('axis', AXES), group('scale', [['linear', 'linear'], ['log', 'log']])];
-  const names = h('div', { class: 'names' }), charts = h('div'), samples = h('div');
+  const group = (name, values) =>
+    h(
+      'div',
+      { class: 'group', 'data-name': name },
+      values.map(([value, word]) =>
+        h('button', { type: 'button', 'data-value-is': value, onclick: () => store.set({ [name]: value }) }, t(word)),
+      ),
+    );
+  const groups = [
+    group('axis', AXES),
+    group('scale', [
+      ['linear', 'linear'],
+      ['log', 'log'],
+    ]),
+  ];
+  const names = h('div', { class: 'names' }),
+    charts = h('div'),
+    samples = h('div');
   root.append(h('div', { class: 'controls' }, groups), h('div', { class: 'runs' }, names, h('div', {}, charts, samples)));
   context.side(h('p', {}, t('introRuns')));
   const self = { root, context, groups, names, charts, samples, runs: null, records: new Map(), following: new Set() };
@@ -18,8 +38,13 @@ export function mount(root, context) {
 }
 
 export function update(self, state) {
-  for (const group of self.groups) for (const button of group.children) button.setAttribute('aria-pressed', button.dataset.valueIs === state[group.dataset.name]);
-  if (self.runs) { follow(self); drawNames(self); draw(self); }
+  for (const group of self.groups)
+    for (const button of group.children) button.setAttribute('aria-pressed', button.dataset.valueIs === state[group.dataset.name]);
+  if (self.runs) {
+    follow(self);
+    drawNames(self);
+    draw(self);
+  }
 }
 
 export function unmount(self) {
@@ -31,15 +56,18 @@ export function unmount(self) {
 
 async function load(self) {
   try {
-    const { runs } = await self.context.api.ask('runs', '/v1/runs') ?? {};
+    const { runs } = (await self.context.api.ask('runs', '/v1/runs')) ?? {};
     if (!runs || self.gone) return;
     self.runs = runs;
     update(self, self.context.store.state);
-  } catch (error) { self.context.fail(error); }
+  } catch (error) {
+    self.context.fail(error);
+  }
 }
 
 function chosen(self) {
-  const { runs } = self.context.store.state, known = self.runs.map((run) => run.name);
+  const { runs } = self.context.store.state,
+    known = self.runs.map((run) => run.name);
   const wanted = runs ? runs.split('~').filter((name) => known.includes(name)) : known.slice(0, 1);
   return wanted.slice(0, 5);
 }
@@ -49,51 +77,145 @@ function follow(self) {
     if (self.following.has(name)) continue;
     self.following.add(name);
     self.records.set(name, []);
-    self.context.api.stream(`run ${name}`, `/v1/runs/${encodeURIComponent(name)}/events`, undefined, (event) => {
-      if (event.reset) self.records.set(name, []);
-      self.records.get(name).push(...event.records);
-      clearTimeout(self.soon);
-      self.soon = setTimeout(() => { if (!self.gone) { drawNames(self); draw(self); } }, 50);
-    }).catch((error) => self.context.fail(error)).finally(() => { self.following.delete(name); });
+    self.context.api
+      .stream(`run ${name}`, `/v1/runs/${encodeURIComponent(name)}/events`, undefined, (event) => {
+        if (event.reset) self.records.set(name, []);
+        self.records.get(name).push(...event.records);
+        clearTimeout(self.soon);
+        self.soon = setTimeout(() => {
+          if (!self.gone) {
+            drawNames(self);
+            draw(self);
+          }
+        }, 50);
+      })
+      .catch((error) => self.context.fail(error))
+      .finally(() => {
+        self.following.delete(name);
+      });
   }
 }
 
 function drawNames(self) {
-  const { t, store } = self.context, on = chosen(self);
-  if (!self.runs.length) { self.names.replaceChildren(); self.charts.replaceChildren(h('p', { class: 'empty' }, t('noRuns'))); return; }
-  self.names.replaceChildren(...self.runs.map((run) => {
-    const place = on.indexOf(run.name);
-    const box = h('input', { type: 'checkbox', checked: place >= 0, onchange: () => store.set({ runs: (place >= 0 ? on.filter((name) => name !== run.name) : [...on, run.name]).join('~') }) });
-    const age = run.age < 120 ? `${Math.round(run.age)} s` : run.age < 7200 ? `${Math.round(run.age / 60)} min` : `${Math.round(run.age / 3600)} h`;
-    const notes = [run.running ? t('live') : t('finished', { step: run.step ?? 0 }), run.running && run.age > STALLED && t('stalled', { time: age }), run.restarts > 0 && t('restarted', { n: run.restarts })].filter(Boolean);
-    return h('label', {}, box, h('span', {}, place >= 0 ? h('i', { class: `chip c${place}` }) : null, ` ${run.name}`, h('small', { class: run.running ? 'live' : '' }, notes.join(' · '))));
-  }));
+  const { t, store } = self.context,
+    on = chosen(self);
+  if (!self.runs.length) {
+    self.names.replaceChildren();
+    self.charts.replaceChildren(h('p', { class: 'empty' }, t('noRuns')));
+    return;
+  }
+  self.names.replaceChildren(
+    ...self.runs.map((run) => {
+      const place = on.indexOf(run.name);
+      const box = h('input', {
+        type: 'checkbox',
+        checked: place >= 0,
+        onchange: () => store.set({ runs: (place >= 0 ? on.filter((name) => name !== run.name) : [...on, run.name]).join('~') }),
+      });
+      const age =
+        run.age < 120 ? `${Math.round(run.age)} s` : run.age < 7200 ? `${Math.round(run.age / 60)} min` : `${Math.round(run.age / 3600)} h`;
+      const notes = [
+        run.running ? t('live') : t('finished', { step: run.step ?? 0 }),
+        run.running && run.age > STALLED && t('stalled', { time: age }),
+        run.restarts > 0 && t('restarted', { n: run.restarts }),
+      ].filter(Boolean);
+      return h(
+        'label',
+        {},
+        box,
+        h(
+          'span',
+          {},
+          place >= 0 ? h('i', { class: `chip c${place}` }) : null,
+          ` ${run.name}`,
+          h('small', { class: run.running ? 'live' : '' }, notes.join(' · ')),
+        ),
+      );
+    }),
+  );
 }
 
 function draw(self) {
-  const { t, store } = self.context, { axis, scale } = store.state, on = chosen(self);
+  const { t, store } = self.context,
+    { axis, scale } = store.state,
+    on = chosen(self);
   if (!self.runs.length) return;
-  const by = AXES.some(([name]) => name === axis) ? axis : 'tokens', width = Math.min(880, self.charts.clientWidth || 600);
-  const lines = (field, dashed = '') => on.map((name, i) => {
-    const known = (self.records.get(name) ?? []).filter((record) => record[field] !== undefined && record[by] !== undefined);
-    return { name, kind: `c${i} ${dashed}`, x: known.map((record) => record[by]), y: known.map((record) => record[field]) };
-  });
+  const by = AXES.some(([name]) => name === axis) ? axis : 'tokens',
+    width = Math.min(880, self.charts.clientWidth || 600);
+  const lines = (field, dashed = '') =>
+    on.map((name, i) => {
+      const known = (self.records.get(name) ?? []).filter((record) => record[field] !== undefined && record[by] !== undefined);
+      return { name, kind: `c${i} ${dashed}`, x: known.map((record) => record[by]), y: known.map((record) => record[field]) };
+    });
   const label = by === 'seconds' ? (v) => (v >= 120 ? `${Math.round(v / 6) / 10} min` : `${v} s`) : short;
-  const chart = (title, all, height, wide) => curves({ title, lines: all, width: wide, height, log: scale === 'log', label, on: (_, x) => about(self, by, x) });
+  const chart = (title, all, height, wide) =>
+    curves({ title, lines: all, width: wide, height, log: scale === 'log', label, on: (_, x) => about(self, by, x) });
   const small = Math.max(190, Math.min(280, (width - 48) / 3));
-  self.charts.replaceChildren(chart(t('loss'), [...lines('loss'), ...lines('validation', 'dashed')], 300, width),
-    h('div', { class: 'small-multiples' }, [['rate', 'rate'], ['norm', 'gradient'], ['speed', 'speed']].map(([field, word]) => chart(t(word), lines(field), 130, small))));
-  const told = on.flatMap((name) => (self.records.get(name) ?? []).filter((record) => record.sample !== undefined).map((record) => ({ ...record, name }))).sort((a, b) => b.step - a.step);
-  self.samples.replaceChildren(...(told.length ? [h('h3', {}, t('samplesTitle')), ...told.slice(0, 30).map((record) => h('div', { class: 'sample' }, h('small', { class: 'muted' }, `${on.length > 1 ? `${record.name} · ` : ''}${t('atStep', { n: record.step })}`), h('p', {}, record.sample)))] : []));
+  self.charts.replaceChildren(
+    chart(t('loss'), [...lines('loss'), ...lines('validation', 'dashed')], 300, width),
+    h(
+      'div',
+      { class: 'small-multiples' },
+      [
+        ['rate', 'rate'],
+        ['norm', 'gradient'],
+        ['speed', 'speed'],
+      ].map(([field, word]) => chart(t(word), lines(field), 130, small)),
+    ),
+  );
+  const told = on
+    .flatMap((name) =>
+      (self.records.get(name) ?? []).filter((record) => record.sample !== undefined).map((record) => ({ ...record, name })),
+    )
+    .sort((a, b) => b.step - a.step);
+  self.samples.replaceChildren(
+    ...(told.length
+      ? [
+          h('h3', {}, t('samplesTitle')),
+          ...told
+            .slice(0, 30)
+            .map((record) =>
+              h(
+                'div',
+                { class: 'sample' },
+                h('small', { class: 'muted' }, `${on.length > 1 ? `${record.name} · ` : ''}${t('atStep', { n: record.step })}`),
+                h('p', {}, record.sample),
+              ),
+            ),
+        ]
+      : []),
+  );
   self.context.data({ runs: Object.fromEntries(on.map((name) => [name, self.records.get(name)])) });
 }
 
 function about(self, by, x) {
-  const { t } = self.context, parts = [];
+  const { t } = self.context,
+    parts = [];
   for (const name of chosen(self)) {
-    const near = (field) => (self.records.get(name) ?? []).filter((record) => record[field] !== undefined).reduce((best, record) => (best && Math.abs(best[by] - x) <= Math.abs(record[by] - x) ? best : record), null);
-    const point = near('loss'), checked = near('validation');
-    if (point) parts.push(h('h2', {}, name), h('pre', {}, [t('atStep', { n: point.step }), `loss ${fixed(point.loss, 4)}`, checked && `${t('validation')} ${fixed(checked.validation, 4)}`, point.rate !== undefined && `${t('rate')} ${point.rate.toExponential(2)}`, point.norm !== undefined && `${t('gradient')} ${fixed(point.norm, 3)}`, point.speed !== undefined && `${short(Math.round(point.speed))} tokens/s`].filter(Boolean).join('\n')));
+    const near = (field) =>
+      (self.records.get(name) ?? [])
+        .filter((record) => record[field] !== undefined)
+        .reduce((best, record) => (best && Math.abs(best[by] - x) <= Math.abs(record[by] - x) ? best : record), null);
+    const point = near('loss'),
+      checked = near('validation');
+    if (point)
+      parts.push(
+        h('h2', {}, name),
+        h(
+          'pre',
+          {},
+          [
+            t('atStep', { n: point.step }),
+            `loss ${fixed(point.loss, 4)}`,
+            checked && `${t('validation')} ${fixed(checked.validation, 4)}`,
+            point.rate !== undefined && `${t('rate')} ${point.rate.toExponential(2)}`,
+            point.norm !== undefined && `${t('gradient')} ${fixed(point.norm, 3)}`,
+            point.speed !== undefined && `${short(Math.round(point.speed))} tokens/s`,
+          ]
+            .filter(Boolean)
+            .join('\n'),
+        ),
+      );
   }
   self.context.side(...parts);
 }

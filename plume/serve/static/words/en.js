@@ -38,8 +38,8 @@ export default {
   propertyWhy: { layer: '', distance: 'mean distance looked back, in tokens', to_previous: 'mean weight on the token just before', to_first: 'mean weight on the first token', to_same: 'mean weight on other places with the same token' },
   weightWhy: 'weight = softmax(q · k / √d)',
 
-  introLayers: 'What would the model say if it stopped after each layer? Each cell is its best guess there for the next token; the darker, the surer.',
-  introLayersMasked: 'What would the model put at each place if it stopped after each layer? The darker, the surer.',
+  introLayers: 'What would the model say if it stopped after each layer? Each cell is its best guess there for the next token; the stronger the colour, the surer.',
+  introLayersMasked: 'What would the model put at each place if it stopped after each layer? The stronger the colour, the surer.',
   introLayers2: 'The last row is the model’s real answer. Hover a cell for its first five and for what attention and MLP added.',
   embedding: 'embedding', layer: 'layer {n}', afterLayer: 'After layer {n}', afterEmbedding: 'After the embedding', norm: 'length of the residual stream', towards: 'Added towards {token}', attentionPart: 'attention', mlpPart: 'MLP', soFar: 'This layer',
   contributionWhy: 'along the direction of the final answer; all layers, embedding and biases add up to logit − mean logit = {x}',
@@ -51,7 +51,7 @@ export default {
   introTokens2: 'Hover a piece for its bytes and for the merges that built it.',
   id: 'id', bytes: 'bytes', characters: 'characters', mergesTitle: 'Merges, one by one', noMerges: 'This kind of tokenizer has no merges.', piecesCount: '{n} tokens, {bytes} bytes, {ratio} bytes per token',
 
-  introCompare: 'The same text in two models. What differs is outlined.', checkpoint: 'checkpoint',
+  introCompare: 'The same text in two models. What differs is outlined.', checkpoint: 'checkpoint', final: 'final',
   introRuns: 'Training runs beside the model. Those that still run are followed live.', noRuns: 'There are no runs here. Start the page beside a folder of runs: plume explore MODEL --runs runs',
   byTokens: 'tokens', byTime: 'time', bySteps: 'steps', linear: 'linear', log: 'log', loss: 'loss (solid: training, dashed: validation)', rate: 'learning rate', gradient: 'gradient norm', speed: 'tokens per second',
   samplesTitle: 'Samples along the way', live: 'running', stalled: 'no news for {time}', restarted: 'restarted {n}×', finished: '{step} steps', atStep: 'step {n}', validation: 'validation',

@@ -38,8 +38,8 @@ export default {
   propertyWhy: { layer: '', distance: '向前看的平均距离（词元）', to_previous: '对前一个词元的平均权重', to_first: '对第一个词元的平均权重', to_same: '对其他相同词元的平均权重' },
   weightWhy: '权重 = softmax(q · k / √d)',
 
-  introLayers: '如果模型在每一层之后就停下，它会说什么？每格是它在那里对下一个词元的最佳猜测；越深越有把握。',
-  introLayersMasked: '如果模型在每一层之后就停下，它会在每个位置放什么？越深越有把握。',
+  introLayers: '如果模型在每一层之后就停下，它会说什么？每格是它在那里对下一个词元的最佳猜测；颜色越浓越有把握。',
+  introLayersMasked: '如果模型在每一层之后就停下，它会在每个位置放什么？颜色越浓越有把握。',
   introLayers2: '最后一行是模型真正的回答。指向一格，看前五名以及注意力与 MLP 各加了多少。',
   embedding: '嵌入', layer: '第 {n} 层', afterLayer: '第 {n} 层之后', afterEmbedding: '嵌入之后', norm: '残差流的长度', towards: '朝向 {token} 的增量', attentionPart: '注意力', mlpPart: 'MLP', soFar: '本层',
   contributionWhy: '沿最终答案的方向；各层、嵌入与偏置之和等于 logit − 平均 logit = {x}',
@@ -51,7 +51,7 @@ export default {
   introTokens2: '指向一个片段，看它的字节和合并过程。',
   id: '编号', bytes: '字节', characters: '字符', mergesTitle: '逐步合并', noMerges: '这种分词器没有合并规则。', piecesCount: '{n} 个词元，{bytes} 字节，每词元 {ratio} 字节',
 
-  introCompare: '同一文本在两个模型中。不同之处加了框。', checkpoint: '检查点',
+  introCompare: '同一文本在两个模型中。不同之处加了框。', checkpoint: '检查点', final: '最终',
   introRuns: '模型旁边的训练过程。仍在运行的会实时更新。', noRuns: '这里没有训练记录。请在运行文件夹旁启动：plume explore MODEL --runs runs',
   byTokens: '词元', byTime: '时间', bySteps: '步', linear: '线性', log: '对数', loss: '损失（实线：训练，虚线：验证）', rate: '学习率', gradient: '梯度范数', speed: '每秒词元',
   samplesTitle: '沿途样本', live: '运行中', stalled: '{time} 没有消息', restarted: '重启 {n} 次', finished: '{step} 步', atStep: '第 {n} 步', validation: '验证',
