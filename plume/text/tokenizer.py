@@ -168,6 +168,8 @@ class Tokenizer:
             checked = [i for i in checked if i not in self.definition.added]
         if self.kind == "library":
             return str(self._backend.decode(checked, skip_special_tokens=False))
+        if self.kind in BYTE_KINDS:
+            return b"".join(map(self.piece_table.__getitem__, checked)).decode(errors="replace")
         streamer = self.streamer()
         return "".join(streamer.push(i) for i in checked) + streamer.flush()
 

@@ -4,6 +4,7 @@ import argparse
 import io
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -128,17 +129,16 @@ def test_counts_are_wider_than_32_bits() -> None:
 
 
 def test_counting_holds_only_the_words() -> None:
-    """Texts pass by: a stream far larger than the counts never exists as a whole."""
-    alive = 0
-
-    def texts() -> object:
-        nonlocal alive
-        for n in range(300):
-            alive = max(alive, n)
-            yield f"word{n % 7} " * 2000
-
-    counted = dict(counting.count_words(texts(), lambda b: Counter(" ".join(b).split()), max_memory_mb=1))  # type: ignore[arg-type]
-    assert counted == {f"word{n}": 2000 * len(range(n, 300, 7)) for n in range(7)}
+    """Texts pass by: forty megabytes of them never take more than a few."""
+    texts = (f"word{n % 7} " * 3000 for n in range(2000))
+    tracemalloc.start()
+    counted = dict(
+        counting.count_words(texts, lambda block: Counter(text.split(" ", 1)[0] for text in block), max_memory_mb=1)
+    )
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert counted == {f"word{n}": len(range(n, 2000, 7)) for n in range(7)}
+    assert peak < 4_000_000
 
 
 def test_letters_leave_room_for_pieces() -> None:
