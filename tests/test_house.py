@@ -1,9 +1,9 @@
 """The plan of the house: which room may use which, and that the door opens quickly."""
 
 import ast
+import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -78,13 +78,15 @@ def test_light_rooms_do_not_import_torch(module):
 
 
 def test_help_answers_at_once():
+    """Measured in processor time, which other work on the machine does not change."""
     times = []
-    for _ in range(4):
-        start = time.perf_counter()
+    for _ in range(3):
+        before = os.times()
         result = subprocess.run([sys.executable, "-m", "plume", "--help"], capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - start)
-    assert "pretrain" in result.stdout or "plan" in result.stdout
-    assert min(times) < 0.3  # the least of four: what the machine is otherwise busy with is not ours
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert "pretrain" in result.stdout
+    assert min(times) < 0.3
 
 
 def test_no_branch_on_a_models_name_outside_its_tables():
