@@ -1,4 +1,4 @@
-"""A model for other runtimes: GGUF for llama.cpp, ONNX with and without cache; each is run and compared when written."""
+"""A model for other runtimes: GGUF for llama.cpp, ONNX with and without cache; each is run and compared afterwards."""
 
 # B batch, T tokens, P tokens in the cache, L layers, H heads, K head width, V vocabulary
 

@@ -1,0 +1,164 @@
+"""Samplers against their plain definitions, written out as loops over probabilities."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from plume.config import SamplingConfig, UserError
+from plume.generate.sampling import candidates, draw, largest, log_softmax, noise, penalised
+
+SCORES = np.random.default_rng(0).normal(size=200).astype(np.float32) * 2
+
+
+def softmax(scores):
+    weights = [math.exp(s - max(scores)) for s in map(float, scores)]
+    return [w / sum(weights) for w in weights]
+
+
+def plain_distribution(scores, config):
+    """The definition of each rule, token by token."""
+    alive = dict(enumerate(softmax([float(s) / config.temperature for s in scores])))
+
+    def normalised(kept):
+        return {i: alive[i] / sum(alive[j] for j in kept) for i in kept}
+
+    if config.top_k is not None:
+        alive = normalised(sorted(alive, key=lambda i: (-alive[i], i))[: config.top_k])
+    if config.top_p is not None:
+        kept, total = [], 0.0
+        for i in sorted(alive, key=lambda i: (-alive[i], i)):
+            if config.top_p_rule == "usual":
+                if total >= config.top_p:
+                    break
+            elif kept and total + alive[i] > config.top_p:
+                break
+            kept.append(i)
+            total += alive[i]
+        alive = normalised(kept)
+    if config.min_p is not None:
+        alive = normalised([i for i in alive if alive[i] >= config.min_p * max(alive.values())])
+    if config.typical_p is not None:
+        entropy = -sum(p * math.log(p) for p in alive.values())
+        kept, total = [], 0.0
+        for i in sorted(alive, key=lambda i: abs(-math.log(alive[i]) - entropy)):
+            if total >= config.typical_p:
+                break
+            kept.append(i)
+            total += alive[i]
+        alive = normalised(kept)
+    return alive
+
+
+RULES = [
+    {},
+    {"temperature": 0.5},
+    {"top_k": 7},
+    {"top_p": 0.8},
+    {"top_p": 0.8, "top_p_rule": "openai"},
+    {"top_p": 0.01, "top_p_rule": "openai"},
+    {"min_p": 0.1},
+    {"typical_p": 0.6},
+    {"temperature": 1.7, "top_k": 50, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("fields", RULES, ids=str)
+def test_candidates_are_those_of_the_definition(fields):
+    config = SamplingConfig(**{"top_k": None, **fields})
+    expected = plain_distribution(SCORES, config)
+    ids, logprobs = candidates(SCORES, config)
+    assert {int(i) for i in ids} == set(expected)
+    for i, logprob in zip(ids, logprobs, strict=True):
+        assert math.exp(logprob) == pytest.approx(expected[int(i)], rel=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 5}, {"top_p": 0.7}, {"typical_p": 0.5}], ids=str)
+def test_draws_have_the_distribution(fields):
+    config = SamplingConfig(**{"top_k": None, **fields})
+    expected = plain_distribution(SCORES, config)
+    ids, logprobs = candidates(SCORES, config)
+    counts = dict.fromkeys(expected, 0)
+    draws = 20_000
+    for position in range(draws):
+        counts[draw(ids, logprobs, 7, 0, position)] += 1
+    chi_square = sum((counts[i] - draws * p) ** 2 / (draws * p) for i, p in expected.items())
+    freedom = len(expected) - 1
+    assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_openai_rule_keeps_one_token_fewer():
+    scores = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    usual, _ = candidates(scores, SamplingConfig(top_k=None, top_p=0.6))
+    theirs, _ = candidates(scores, SamplingConfig(top_k=None, top_p=0.6, top_p_rule="openai"))
+    assert usual.tolist() == [0, 1]
+    assert theirs.tolist() == [0]
+
+
+@given(arrays(np.float32, st.integers(1, 400), elements=st.floats(-10, 10, width=32)), st.integers(1, 400))
+@settings(max_examples=100, deadline=None)
+def test_largest_is_the_head_of_a_full_sort(scores, k):
+    full = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
+    assert largest(scores, min(k, len(scores))).tolist() == full[: min(k, len(scores))]
+
+
+def test_noise_depends_on_every_argument_and_nothing_else():
+    ids = np.arange(50)
+    base = noise(1, 2, 3, ids)
+    assert (base == noise(1, 2, 3, ids)).all()
+    assert (base[10:20] == noise(1, 2, 3, ids[10:20])).all()
+    for other in (noise(2, 2, 3, ids), noise(1, 3, 3, ids), noise(1, 2, 4, ids), noise(1 + (1 << 64), 2, 3, ids)):
+        assert not np.isclose(base, other).any()
+    many = np.concatenate([noise(seed, 0, 0, np.arange(1000)) for seed in range(50)])
+    assert many.mean() == pytest.approx(0.57722, abs=0.02)  # a Gumbel variable's mean and spread
+    assert many.std() == pytest.approx(math.pi / math.sqrt(6), abs=0.02)
+
+
+def test_penalties_follow_their_formulas():
+    config = SamplingConfig(
+        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={4: 3.0}
+    )
+    scores = np.array([1.0, -1.0, 2.0, 0.5, 0.0], np.float32)
+    changed = penalised(scores, config, [0, 1, 2, 2], 2, ())
+    assert changed.tolist() == pytest.approx([0.5, -2.0, 1.0 - 0.5 - 0.5, 0.5, 3.0])
+    assert scores.tolist() == [1.0, -1.0, 2.0, 0.5, 0.0], "the model's own scores stay"
+
+
+def test_no_ngram_comes_twice_and_no_end_comes_early():
+    scores = np.zeros(6, np.float32)
+    banned = penalised(scores, SamplingConfig(no_repeat_ngram=3), [1, 2, 3, 1, 2, 4, 1, 2], 0, ())
+    assert np.flatnonzero(np.isneginf(banned)).tolist() == [3, 4]
+    early = penalised(scores, SamplingConfig(min_new_tokens=2), [1, 2], 1, {5})
+    assert np.flatnonzero(np.isneginf(early)).tolist() == [5]
+    assert penalised(scores, SamplingConfig(min_new_tokens=1), [1, 2], 1, {5}) is scores
+
+
+def test_temperature_zero_is_the_likeliest():
+    assert candidates(SCORES, SamplingConfig(temperature=0))[0].tolist() == [int(SCORES.argmax())]
+    assert np.exp(log_softmax(SCORES)).sum() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": -1.0}, ["temperature=-1.0", "0.8"]),
+        ({"temperature": math.nan}, ["temperature=nan"]),
+        ({"top_p": 2.0}, ["top_p=2.0", "0.9"]),
+        ({"top_k": 0}, ["top_k=0", "at least 1"]),
+        ({"min_p": 0.0}, ["min_p=0.0"]),
+        ({"stop": ("a", "")}, ["zero length"]),
+        ({"max_new_tokens": 0}, ["max_new_tokens=0"]),
+        ({"n": 3, "best_of": 2}, ["best_of=2", "n=3"]),
+        ({"repetition_penalty": 0.0}, ["repetition_penalty=0.0"]),
+        ({"seed": -1}, ["seed=-1"]),
+        ({"temperature": -1.0, "top_k": 0}, ["temperature", "top_k"]),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(fields, words):
+    with pytest.raises(UserError) as caught:
+        SamplingConfig(**fields)
+    assert all(word in str(caught.value) for word in words)
