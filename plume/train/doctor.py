@@ -1,4 +1,4 @@
-"""Is this machine, and are all ranks, fit to train? Devices, precision, memory, and a sum over ranks that names who lags."""
+"""Is this machine fit to train, and are all ranks? Devices, precision, memory, and a sum that names who lags."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def missing_ranks(group: Any, ranks: Ranks, patience: float) -> list[int]:
     try:
         dist.monitored_barrier(group, timeout=timedelta(seconds=patience), wait_all_ranks=True)
     except RuntimeError as error:
-        named = re.search(r"[Rr]anks? ([\d, ]+)", str(error))
+        named = re.search(r"Ranks? ([\d, ]+) failed", str(error))
         found = [int(number) for number in re.findall(r"\d+", named[1])] if named else []
         return found if found else [r for r in range(ranks.size) if r != ranks.rank]
     return []

@@ -63,7 +63,7 @@ class Task:
     train: Batches
     validation: Batches | None = None
     sample: Callable[[Any], str] | None = None  # a text that shows what the model can do
-    floor: float | None = None  # the loss of a model that knows only how frequent each token is
+    floor: float | None = None  # what the first part gives to a model that knows only how frequent each token is
     share: Callable[[str], float] = lambda name: 1.0  # of the learning rate, by parameter name
     judge: Callable[[Any], float] | None = None  # of the model, lower is better; unset means the validation loss
     patience: int | None = None  # validations without a better one after which to stop
@@ -139,6 +139,8 @@ class Trainer:
         if finished and self.config.keep_best and self.best is not None and self.best[1] != self.step:
             self.checkpoints.load(self.best[1], self.tensors())
             self.progress.say(f"the weights of step {self.best[1]} have the lowest validation loss: they are kept")
+        if finished and self.config.average > 1:
+            self.average_weights()
         best_step = None if self.best is None else self.best[1]
         validation = None if self.best is None else self.best[0] if self.config.keep_best else self.validation
         return Outcome(self.step, finished, loss, validation, best_step, self.tokens, self.seconds)
@@ -354,6 +356,19 @@ class Trainer:
         }
         best = self.best[1] if self.best is not None and self.config.keep_best else None
         self.checkpoints.save(self.step, self.tensors(), state, best=best)
+
+    def average_weights(self) -> None:
+        """The mean of the weights of the last checkpoints, the present one among them."""
+        weights = {name: tensor for name, tensor in self.tensors().items() if name.startswith("model/")}
+        others = self.checkpoints.steps()[-self.config.average : -1]
+        mean = {name: tensor.clone() for name, tensor in weights.items()}
+        for number, step in enumerate(others, start=2):
+            self.checkpoints.load(step, weights)
+            for name, tensor in weights.items():
+                mean[name] += (tensor - mean[name]) / number
+        for name, tensor in weights.items():
+            tensor.copy_(mean[name])
+        self.progress.say(f"the weights are the mean of {len(others) + 1} checkpoints")
 
     def restore(self) -> None:
         step = self.checkpoints.latest()

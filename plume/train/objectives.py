@@ -168,8 +168,9 @@ class Tokens:
             real = (targets != IGNORE).nonzero()[:, 0]
             flat, targets = flat[real], targets[real]
         features, bias = token_features(model, flat)
+        smoothing = self.smoothing if model.training else 0.0  # what is measured is the plain loss
         return token_loss(
-            features, model.table, targets, vocab_size=model.config.vocab_size, bias=bias, smoothing=self.smoothing
+            features, model.table, targets, vocab_size=model.config.vocab_size, bias=bias, smoothing=smoothing
         )
 
 

@@ -34,7 +34,7 @@ from plume.heads import Model
 from plume.text import Tokenizer, load_tokenizer
 from plume.train import samples
 from plume.train.devices import choose_precision, flops_per_token
-from plume.train.loop import Outcome, Task, Trainer
+from plume.train.loop import Batches, Outcome, Task, Trainer
 from plume.train.objectives import HEAD_OF, TensorBatch, objective_called
 from plume.train.optim import batch_rows, rows_before, whole
 from plume.train.progress import clock
@@ -42,7 +42,7 @@ from plume.train.ranks import Ranks, join
 from plume.train.runs import METRICS, PLOT, RECIPE, SAMPLES, differences_of, plot_runs, read_recipe_of, write_recipe
 from plume.weights import save_model
 
-ENTROPY_ROWS = 2048  # sequences that token frequencies are counted over
+ENTROPY_ROWS, ENTROPY_TOKENS = 2048, 1 << 20  # token frequencies are counted over so many sequences or tokens
 MAY_CHANGE = ("train.", "resume", "overwrite", "prepared", "data.workers", "data.on", "folder")  # when a run goes on
 
 
@@ -69,7 +69,7 @@ class RunResult:
         loss = self.outcome.loss if self.outcome.validation is None else self.outcome.validation
         kind = "loss" if self.outcome.validation is None else "validation loss"
         return (
-            f"{end} at step {self.outcome.step}, {self.outcome.tokens:,} tokens, {clock(self.outcome.seconds)} minutes: "
+            f"{end} at step {self.outcome.step}, {self.outcome.tokens:,} tokens, {clock(self.outcome.seconds)}: "
             f"{kind} {loss:.4f} (token frequencies alone {self.unigram:.4f}, knowing nothing {self.uniform:.4f})\n"
             f"model: {self.model}"
         )
@@ -116,7 +116,9 @@ def pretrain(config: PretrainConfig) -> RunResult:
             tokenizer = load_tokenizer(data / "tokenizer")
             torch.manual_seed(config.train.seed)
             model = Model(replace(config.model, vocab_size=tokenizer.vocab_size), HEAD_OF[config.objective.name])
-            task, unigram = make_task(config, model, tokenizer, data)
+            task = make_task(config, model, tokenizer, data)
+        shares = token_shares(task.train, tokenizer.vocab_size)
+        task, unigram = replace(task, floor=entropy(shares, config.train.label_smoothing)), entropy(shares)
         precision = choose_precision(ranks.device, config.train.precision)
         trainer = Trainer(task, config.train, config.folder, ranks, precision)
         parameters = sum(p.numel() for p in model.parameters())
@@ -228,8 +230,7 @@ def prepared_data(config: PretrainConfig, ranks: Ranks) -> Path:
     return config.data.folder
 
 
-def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: Path) -> tuple[Task, float]:
-    """What the loop needs, and the loss of knowing only the token frequencies."""
+def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: Path) -> Task:
     train = open_shards(data, "train", tokenizer_hash=tokenizer.hash)
     order = phases(config, lambda length: dataset(config.objective, train, tokenizer, length, seed=config.train.seed))
     validation = validation_batches(config, tokenizer, data)
@@ -244,16 +245,13 @@ def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: 
             if masked
             else samples.translation(tokenizer, row, config.train.sample_tokens)
         )
-    shares = token_shares(order, tokenizer.vocab_size)
-    task = Task(
+    return Task(
         model=model,
         objective=objective_called(config.objective.name, config.train.label_smoothing),
         train=TrainBatches(order, config.train),
         validation=validation,
         sample=sample,
-        floor=entropy(shares, config.train.label_smoothing),
     )
-    return task, entropy(shares)
 
 
 def phases(config: PretrainConfig, make: Callable[[int], Dataset]) -> Samples:
@@ -296,15 +294,15 @@ def validation_batches(config: PretrainConfig, tokenizer: Tokenizer, data: Path)
     return ValidationBatches(dataset(config.objective, shards, tokenizer, length, seed=0), rows)
 
 
-def token_shares(samples: Samples, vocab_size: int) -> npt.NDArray[np.float64]:
+def token_shares(batches: Batches, vocab_size: int) -> npt.NDArray[np.float64]:
     """How frequent each token is among the targets."""
-    counts = np.zeros(vocab_size, np.int64)
-    for first in range(0, ENTROPY_ROWS, 256):
-        targets = samples.take(first, 256).targets
-        counts += np.bincount(targets[targets != IGNORE].ravel(), minlength=vocab_size)
-        if counts.sum() > 1 << 20:
-            break
-    return counts / counts.sum()
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    rows = step = 0
+    while rows < ENTROPY_ROWS and int(counts.sum()) < ENTROPY_TOKENS:
+        targets = batches.part(step, 0, batches.rows(step)).targets
+        counts += torch.bincount(targets[targets != IGNORE].flatten(), minlength=vocab_size)
+        rows, step = rows + batches.rows(step), step + 1
+    return (counts / counts.sum()).double().numpy()
 
 
 def entropy(shares: npt.NDArray[np.float64], smoothing: float = 0.0) -> float:

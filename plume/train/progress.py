@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from plume.config import TrainConfig, UserError
 from plume.train.ranks import Ranks
-from plume.train.runs import METRICS, PLOT, SAMPLES, plot_runs, read_metrics
+from plume.train.runs import METRICS, SAMPLES, read_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,12 +27,12 @@ class Progress:
         self.folder, self.config, self.ranks, self.parts = folder, config, ranks, list(parts)
         self.flops_per_token: float | None = None
         self.peak: float | None = None  # of all devices together
-        self.last_loss = math.nan
+        self.last_loss = self.last_part = math.nan  # the whole, and its first part: that of the tokens
         self.norm = math.nan
         self.best = math.inf
         self.checked = False
         self.since: tuple[int, float] | None = None  # tokens and seconds at the log line before
-        self.first_loss: float | None = None
+        self.first_part: float | None = None
         self.bar: Bar | None = None
         self.writers = open_writers(folder, config) if ranks.main else []
 
@@ -59,8 +59,6 @@ class Progress:
             self.bar = None
             for writer in self.writers:
                 writer.close()
-            if self.ranks.main:
-                plot_runs([self.folder], self.folder / PLOT)
 
     def say(self, text: str) -> None:
         if not self.ranks.main:
@@ -71,8 +69,8 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
     def log(self, *, step: int, loss: float, parts: Sequence[float], rate: float, tokens: int, seconds: float) -> None:
-        self.last_loss = loss
-        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.last_loss, self.last_part = loss, parts[0]
+        self.first_part = parts[0] if self.first_part is None else self.first_part
         before = self.since
         self.since = (tokens, seconds)
         row: dict[str, Any] = {"step": step, "loss": loss}
@@ -131,7 +129,8 @@ class Progress:
             aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             aside.replace(self.folder / METRICS)
             self.best = min((row["score"] for row in rows if "score" in row), default=math.inf)
-            self.first_loss = next((row["loss"] for row in rows if "loss" in row), None)
+            first = "loss" if len(self.parts) == 1 else self.parts[0]
+            self.first_part = next((row[first] for row in rows if first in row), None)
 
     # -- is anything learned?
 
@@ -140,11 +139,11 @@ class Progress:
         if self.checked or floor is None or step < by:
             return
         self.checked = True
-        if self.last_loss >= floor:
+        if self.last_part >= floor:
             self.say(self.diagnosis(step, floor))
 
     def diagnosis(self, step: int, floor: float) -> str:
-        loss, first = self.last_loss, math.inf if self.first_loss is None else self.first_loss
+        loss, first = self.last_part, math.inf if self.first_part is None else self.first_part
         if loss > first + 0.1:
             why = f"It rose from {first:.3f}: the learning rate {self.config.lr:g} is probably too high"
         elif self.norm < 1e-4:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from families import TRANSFORMER, random_model, random_pair
 from torch import Tensor
 
-from families import TRANSFORMER, random_model, random_pair
 from plume.data import IGNORE
 from plume.train.objectives import TensorBatch, objective_called, token_loss
 
@@ -125,11 +125,12 @@ def test_translation_loss_is_torchs_with_label_smoothing() -> None:
     source, tokens, targets = (torch.randint(0, 61, (2, n)) for n in (7, 5, 5))
     source_lengths, lengths = torch.tensor([7, 3]), torch.tensor([5, 2])
     targets[1, 2:] = IGNORE
-    batch = TensorBatch(
-        tokens=tokens, targets=targets, lengths=lengths, source=source, source_lengths=source_lengths
-    )
+    batch = TensorBatch(tokens=tokens, targets=targets, lengths=lengths, source=source, source_lengths=source_lengths)
     logits = model(source, tokens, lengths=source_lengths, target_lengths=lengths)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, label_smoothing=0.1)
     objective = objective_called("sequence-to-sequence", smoothing=0.1)
-    mean = objective.totals(model, batch) / objective.counts(batch)
+    mean = objective.totals(model.train(), batch) / objective.counts(batch)
     torch.testing.assert_close(mean[0], expected, rtol=1e-5, atol=1e-5)
+    plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
+    mean = objective.totals(model.eval(), batch) / objective.counts(batch)
+    torch.testing.assert_close(mean[0], plain, rtol=1e-5, atol=1e-5)  # measuring never smooths

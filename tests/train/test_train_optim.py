@@ -130,7 +130,9 @@ def test_the_transformers_rate_is_the_papers() -> None:
 
 def test_constant_then_decay() -> None:
     config = TrainConfig(steps=100, schedule="constant-then-decay", cooldown=0.2, final_lr=0.0)
-    assert rate(80, config) == 1.0 and rate(90, config) == pytest.approx(0.5) and rate(99, config) == pytest.approx(0.05)
+    assert (
+        rate(80, config) == 1.0 and rate(90, config) == pytest.approx(0.5) and rate(99, config) == pytest.approx(0.05)
+    )
 
 
 def test_the_batch_grows_and_no_sample_is_used_twice() -> None:
@@ -141,8 +143,8 @@ def test_the_batch_grows_and_no_sample_is_used_twice() -> None:
 
 
 def test_wrong_settings_are_told_together() -> None:
-    with pytest.raises(UserError, match=r"steps=0 .*; lr=-1.0 .*; warmup=5"):
-        TrainConfig(steps=0, lr=-1.0, warmup=5)
+    with pytest.raises(UserError, match=r"steps=0 .*; lr=-1.0 .*; warmup=-5"):
+        TrainConfig(steps=0, lr=-1.0, warmup=-5)
 
 
 def test_shares_of_the_rate_by_name() -> None:

@@ -1,0 +1,235 @@
+"""Training against the same job written plainly: time to a loss on characters, and speed and memory of the 124M model.
+
+python -m benchmarks.train characters --text tinyshakespeare.txt
+python -m benchmarks.train gpt2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from plume.config import PRESETS, PretrainConfig, TrainConfig, build, read_recipe
+from plume.data import PackedWindows, open_shards, prepare
+from plume.heads import Model
+from plume.text import load_tokenizer
+from plume.train.devices import choose_precision
+from plume.train.loop import Task, Trainer
+from plume.train.objectives import TensorBatch, Tokens
+from plume.train.pretrain import make_task
+from plume.train.ranks import Ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = 1.88  # nats per character over the whole held-out tenth
+PLAIN_STEPS = 2000
+CHECK = 100  # steps of the plain recipe between two looks at its validation loss
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Clock:
+    """Seconds spent in training steps alone: measuring the loss counts for nobody."""
+
+    seconds: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+
+    def count(self, began: float, tokens: int) -> None:
+        self.seconds += time.perf_counter() - began
+        self.steps += 1
+        self.tokens += tokens
+
+
+# ---- characters: time to a loss ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def full_validation(model: Model, held_out: PackedWindows) -> float:
+    model.eval()
+    total = count = 0.0
+    for batch in held_out.sweep(256):
+        targets = torch.from_numpy(batch.targets).flatten()
+        total += float(F.cross_entropy(model(torch.from_numpy(batch.tokens)).flatten(0, 1), targets, reduction="sum"))
+        count += len(targets)
+    model.train()
+    return total / count
+
+
+def plain_characters(tokens: torch.Tensor, config: PretrainConfig, clock: Clock) -> Iterator[Model]:
+    """The usual small script: AdamW, random windows, cosine; gives the model after every step."""
+    batch, length, peak, low, warmup = 12, config.model.context, 1e-3, 1e-4, 100
+    torch.manual_seed(0)
+    model = Model(config.model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.99), weight_decay=0.1)
+    for step in range(PLAIN_STEPS):
+        began = time.perf_counter()
+        share = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (PLAIN_STEPS - warmup)))
+        for group in optimizer.param_groups:
+            group["lr"] = peak * (step + 1) / (warmup + 1) if step < warmup else low + share * (peak - low)
+        starts = torch.randint(len(tokens) - length - 1, (batch,)).tolist()
+        x = torch.stack([tokens[i : i + length] for i in starts])
+        y = torch.stack([tokens[i + 1 : i + 1 + length] for i in starts])
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        clock.count(began, batch * length)
+        yield model
+
+
+def our_characters(config: PretrainConfig, data: Path, clock: Clock) -> Iterator[Model]:
+    """The recipe through the real loop, one update at a time, log lines included."""
+    torch.manual_seed(config.train.seed)
+    model = Model(config.model)
+    task = make_task(config, model, load_tokenizer(data / "tokenizer"), data)
+    trainer = Trainer(task, config.train, config.folder, Ranks(), choose_precision(CPU, "fp32"))
+    while trainer.step < config.train.steps:
+        began = time.perf_counter()
+        trainer.update()
+        if trainer.step % config.train.log_every == 0:
+            trainer.log()
+        clock.count(began, trainer.tokens - clock.tokens)
+        yield model
+
+
+def characters(text: Path) -> dict[str, Any]:
+    """Both recipes by turns in one run: a few plain steps, one of ours. Ours is judged at its end, the plain one where
+    it first reaches the target, or at its end."""
+    with tempfile.TemporaryDirectory() as temporary:
+        table = read_recipe(ROOT / "recipes" / "gpt2-char.toml")
+        table["folder"] = f"{temporary}/run"
+        table["data"] |= {"paths": [str(text)], "folder": f"{temporary}/data"}
+        config = build(PretrainConfig, table)
+        config.folder.mkdir()
+        data = prepare(config.data).folder
+        vocabulary = load_tokenizer(data / "tokenizer").vocab_size
+        config = replace(config, model=replace(config.model, vocab_size=vocabulary))
+        held_out = PackedWindows(open_shards(data, "validation"), config.model.context, shuffle=False)
+        stream = open_shards(data, "train").streams[0]
+        clocks = {"plain": Clock(), "ours": Clock()}
+        ours = our_characters(config, data, clocks["ours"])
+        reached: dict[str, Any] = {}
+        our_model: Model | None = None
+        for plain in plain_characters(torch.from_numpy(stream.read(0, len(stream))), config, clocks["plain"]):
+            steps = clocks["plain"].steps
+            while clocks["ours"].steps < config.train.steps * steps / PLAIN_STEPS:
+                our_model = next(ours)
+            if "plain" not in reached and (steps % CHECK == 0 or steps == PLAIN_STEPS):
+                loss = full_validation(plain, held_out)
+                if loss <= TARGET or steps == PLAIN_STEPS:
+                    reached["plain"] = {**vars(clocks["plain"]), "loss": loss}
+        assert our_model is not None
+        reached["ours"] = {**vars(clocks["ours"]), "loss": full_validation(our_model, held_out)}
+    return reached | {"ratio": reached["ours"]["seconds"] / reached["plain"]["seconds"]}
+
+
+# ---- the 124M model: speed and memory ----------------------------------------------------------------------------
+
+ROWS, LENGTH = 16, 256
+
+
+def plain_gpt2(steps: int) -> list[float]:
+    model = Model(replace(PRESETS["gpt2"], dropout=0.0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    seconds = []
+    for step in range(steps):
+        batch = random_rows(step, 0, ROWS)
+        began = time.perf_counter()
+        logits = model(batch.tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def our_gpt2(steps: int) -> list[float]:
+    config = TrainConfig(steps=steps, batch=ROWS, lr=6e-4, weight_decay=0.1)
+    model = Model(replace(PRESETS["gpt2"], dropout=0.0))
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder:
+        task = Task(model=model, objective=Tokens(), train=RandomRows())
+        trainer = Trainer(task, config, Path(folder), Ranks(), choose_precision(CPU, "fp32"))
+        for _ in range(steps):
+            began = time.perf_counter()
+            trainer.update()
+            seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def random_rows(step: int, first: int, rows: int) -> TensorBatch:
+    random = torch.Generator().manual_seed(step * ROWS + first)
+    text = torch.randint(0, 50257, (rows, LENGTH + 1), generator=random)
+    return TensorBatch(tokens=text[:, :-1].contiguous(), targets=text[:, 1:].contiguous())
+
+
+class RandomRows:
+    def rows(self, step: int) -> int:
+        return ROWS
+
+    def part(self, step: int, first: int, rows: int) -> TensorBatch:
+        return random_rows(step, first, rows)
+
+
+def gpt2(turns: int, steps: int) -> dict[str, Any]:
+    """Plain and ours by turns, each in a process of its own, so that each has its own peak of memory."""
+    speeds: dict[str, list[float]] = {"plain": [], "ours": []}
+    peaks: dict[str, list[float]] = {"plain": [], "ours": []}
+    for _ in range(turns):
+        for name in speeds:
+            command = [sys.executable, "-m", "benchmarks.train", "one", "--name", name, "--steps", str(steps)]
+            done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
+            speeds[name].append(ROWS * LENGTH / median(done["seconds"][1:]))
+            peaks[name].append(done["peak_gb"])
+    result: dict[str, Any] = {"rows": ROWS, "length": LENGTH, "tokens_per_second": speeds, "peak_gb": peaks}
+    result["speed_ratio"] = median(o / p for o, p in zip(speeds["ours"], speeds["plain"], strict=True))
+    return result | {"memory_ratio": max(peaks["ours"]) / max(peaks["plain"])}
+
+
+def one(name: str, steps: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    seconds = plain_gpt2(steps) if name == "plain" else our_gpt2(steps)
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return {"seconds": seconds, "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["characters", "gpt2", "one"])
+    parser.add_argument("--text", type=Path, default=ROOT.parent / "shared/data/tinyshakespeare/input.txt")
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--name", choices=["plain", "ours"], default="ours")
+    parser.add_argument("--threads", type=int)
+    given = parser.parse_args()
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    match given.what:
+        case "characters":
+            result = characters(given.text)
+        case "gpt2":
+            result = gpt2(given.turns, given.steps)
+        case _:
+            result = one(given.name, given.steps)
+    print(json.dumps(result, indent=None if given.what == "one" else 2))
+
+
+if __name__ == "__main__":
+    main()

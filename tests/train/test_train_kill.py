@@ -1,0 +1,138 @@
+"""A run that is killed again and again, as real processes: it ends with the weights of the run that was left alone."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from plume.train.checkpoint import Checkpoints, read_manifest
+from plume.train.ranks import Ranks
+
+HERE = Path(__file__).parent
+KILLS = 20
+RECIPE = """
+[model]
+vocab_size = 100
+context = 16
+layers = 2
+heads = 2
+width = 16
+dropout = 0.1
+
+[data]
+paths = ["text.txt"]
+folder = "data"
+validation = 0.1
+tokenizer = {kind = "characters"}
+
+[train]
+steps = 300
+batch = 8
+lr = 1e-2
+optimizer = "muon"
+device = "cpu"
+precision = "fp32"
+log_every = 50
+validate_every = 100
+validation_rows = 8
+checkpoint_every = 10
+sample_every = 1000
+"""
+# A parent that has torch loaded forks the runs: twenty starts of an interpreter would be most of the test.
+NURSERY = """
+import os, sys
+import plume.train.pretrain, plume.cli, pydantic, matplotlib.figure
+import torch
+torch.set_num_threads(1)
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        sys.exit(plume.cli.main(line.split()))
+    print(child, flush=True)
+    _, status = os.waitpid(child, 0)
+    print(status, flush=True)
+"""
+
+
+@pytest.fixture
+def nursery(tmp_path: Path):  # type: ignore[no-untyped-def]
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", NURSERY],
+            cwd=tmp_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ) as process,
+    ):
+        yield process
+        process.stdin.close()
+
+
+def start(nursery: subprocess.Popen[str], words: str) -> int:
+    assert nursery.stdin is not None
+    nursery.stdin.write(words + "\n")
+    nursery.stdin.flush()
+    return int(next_number(nursery))
+
+
+def next_number(nursery: subprocess.Popen[str]) -> str:
+    """The next line that is a number: runs print there too."""
+    assert nursery.stdout is not None
+    return next(line for line in nursery.stdout if line.strip().isdigit())
+
+
+def newest(folder: Path) -> int:
+    steps = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]
+    return max(steps, default=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_killed_twenty_times_ends_with_the_same_bits(tmp_path: Path, nursery: subprocess.Popen[str]) -> None:
+    start(nursery, "pretrain recipe.toml --folder whole")
+    assert next_number(nursery).strip() == "0", (tmp_path / "log").read_text()[-2000:]
+    chance = random.Random(0)
+    kills = 0
+    while kills < KILLS:
+        child = start(nursery, "pretrain recipe.toml --folder cut --resume")
+        goal = newest(tmp_path / "cut") + chance.choice([0, 0, 10, 20])
+        deadline = time.monotonic() + 30
+        while newest(tmp_path / "cut") < goal and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(chance.random() * 0.05)  # at any moment: also while a checkpoint is being written
+        os.kill(child, signal.SIGKILL)
+        if next_number(nursery).strip() == "0":
+            break  # it had finished before the blow
+        kills += 1
+    assert kills == KILLS, f"the run ended after {kills} kills: it needs more steps"
+    start(nursery, "pretrain recipe.toml --folder cut --resume")
+    assert next_number(nursery).strip() == "0", (tmp_path / "log").read_text()[-2000:]
+    whole, cut = (last_tensors(tmp_path / name) for name in ("whole", "cut"))
+    assert whole.keys() == cut.keys()
+    assert [name for name in whole if not torch.equal(whole[name], cut[name])] == []
+    models = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "cut")]
+    assert models[0] == models[1]
+
+
+def last_tensors(run: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    folder = run / "checkpoints" / "step-00000300"
+    read_manifest(folder)
+    about = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(meta.size, dtype=meta.properties.dtype) for name, meta in about.items()}  # type: ignore[union-attr]
+    Checkpoints(run / "checkpoints", Ranks(), keep_last=9, say=print).load(300, tensors)
+    return tensors

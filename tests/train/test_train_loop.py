@@ -1,0 +1,301 @@
+"""What the loop promises: the same whatever the micro-batches, exact resume, a clean end when something goes wrong."""
+
+import json
+import math
+import os
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from toys import TINY, ToyRows, toy_trainer, weights_of
+
+from plume.config import TrainConfig, UserError
+from plume.heads import Model
+from plume.train.loop import NonFinite, Trainer
+from plume.train.objectives import TensorBatch, objective_called
+from plume.train.runs import read_metrics
+
+CONFIG = TrainConfig(steps=8, batch=8, lr=1e-2, log_every=1, validate_every=4, warmup=2, keep_best=False)
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder) if "loss" in row]
+
+
+def assert_same_weights(one: Trainer, other: Trainer) -> None:
+    a, b = weights_of(one), weights_of(other)
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3])
+def test_accumulation_changes_nothing(tmp_path: Path, micro: int) -> None:
+    config = replace(CONFIG, steps=20)
+    toy_trainer(tmp_path / "whole", replace(config, micro_batch=8)).run(resume=False)
+    toy_trainer(tmp_path / "parts", replace(config, micro_batch=micro)).run(resume=False)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+
+
+def test_the_loss_is_the_mean_over_all_targets_of_the_batch(tmp_path: Path) -> None:
+    """Against plain logits and torch's own cross-entropy, before the first update."""
+    trainer = toy_trainer(tmp_path, replace(CONFIG, steps=1, micro_batch=3))
+    model, batch = trainer.task.model, trainer.task.train.part(0, 0, 8)
+    with torch.no_grad():
+        hidden = model.body(batch.tokens, segments=batch.segments, lengths=batch.lengths)
+        logits = model.read(hidden).flatten(0, 1)[batch.positions]
+        follows = model.head.follows(hidden)
+    expected = F.cross_entropy(logits, batch.targets) + F.cross_entropy(follows, batch.next_sentence)
+    trainer.run(resume=False)
+    assert losses(tmp_path)[0] == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_resumed_is_uninterrupted(tmp_path: Path, optimizer: Any, dropout: float) -> None:
+    """Stopped twice, at steps that are no log or validation steps, and resumed each time by a new process' worth."""
+    config = replace(
+        CONFIG, steps=11, log_every=3, optimizer=optimizer, batch_start=2, ramp_steps=6, checkpoint_every=1
+    )
+    model = replace(TINY, dropout=dropout)
+
+    def trainer(folder: str, config: TrainConfig = config) -> Trainer:
+        torch.manual_seed(5)
+        return toy_trainer(tmp_path / folder, config, model=Model(model, "pretraining"))
+
+    whole = trainer("whole")
+    whole.run(resume=False)
+    for until in (4, 7):
+        cut = trainer("cut")
+        cut.task = replace(
+            cut.task, before_step=lambda step, cut=cut, until=until: setattr(cut, "asked", step >= until)
+        )
+        assert not cut.run(resume=True).finished
+    last = trainer("cut")
+    outcome = last.run(resume=True)
+    assert outcome.finished and outcome.tokens == whole.tokens
+    assert_same_weights(whole, last)
+    strip = ("seconds", "tokens_per_second", "fraction_of_peak")
+    rows = [
+        [{k: v for k, v in row.items() if k not in strip} for row in read_metrics(tmp_path / name)]
+        for name in ("whole", "cut")
+    ]
+    assert rows[0] == rows[1]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: flip(next(folder.glob("*.distcp"))),
+        lambda folder: flip(folder / ".metadata"),
+        lambda folder: flip(folder / "manifest.json"),
+        lambda folder: os.truncate(next(folder.glob("*.distcp")), 1000),
+        lambda folder: os.truncate(folder / "manifest.json", 10),
+        lambda folder: next(folder.glob("*.distcp")).unlink(),
+        lambda folder: (folder / "manifest.json").unlink(),
+        lambda folder: (folder / "manifest.json").write_text("[]"),
+    ],
+)
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    tmp_path: Path, damage: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = toy_trainer(tmp_path / "whole", CONFIG)
+    whole.run(resume=False)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    damage(tmp_path / "cut" / "checkpoints" / "step-00000008")
+    again = toy_trainer(tmp_path / "cut", CONFIG)
+    again.run(resume=True)
+    said = capsys.readouterr().err
+    assert "step-00000008 is damaged" in said and "going on from step 4" in said
+    assert_same_weights(whole, again)
+
+
+def test_all_damaged_starts_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = toy_trainer(tmp_path, CONFIG)
+    whole.run(resume=False)
+    for manifest in tmp_path.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("")
+    again = toy_trainer(tmp_path, CONFIG)
+    again.run(resume=True)
+    assert "starting from the beginning" in capsys.readouterr().err
+    assert_same_weights(whole, again)
+
+
+def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=12, validate_every=2, checkpoint_every=2, keep_last=2, keep_best=True)
+    scores = iter([5.0, 1.0, 4.0, 3.0, 2.0, 6.0])
+    trainer = toy_trainer(tmp_path, config, judge=lambda model: next(scores))
+    outcome = trainer.run(resume=False)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "step-00000004",
+        "step-00000010",
+        "step-00000012",
+    ]
+    assert outcome.best_step == 4
+    best = toy_trainer(tmp_path, config)
+    best.checkpoints.load(4, best.tensors())
+    assert_same_weights(best, trainer)  # the run ends with the best weights
+
+
+def test_patience(tmp_path: Path) -> None:
+    scores = iter([3.0, 2.0, 2.5, 2.5, 2.5, 2.5])
+    config = replace(CONFIG, steps=12, validate_every=2)
+    trainer = toy_trainer(tmp_path, config, judge=lambda model: next(scores), patience=2)
+    outcome = trainer.run(resume=False)
+    assert outcome.finished and outcome.step == 8
+
+
+class Spoiled(ToyRows):
+    """One batch whose loss is no number."""
+
+    def part(self, step: int, first: int, rows: int) -> TensorBatch:
+        batch = super().part(step, first, rows)
+        if step == 5:
+            object.__setattr__(batch, "spoil", True)
+        return batch
+
+
+def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path: Path) -> None:
+    objective = objective_called("masked-next-sentence")
+    totals = objective.totals
+
+    def spoiled(model: Any, batch: Any) -> torch.Tensor:
+        value = totals(model, batch)
+        return value * math.nan if hasattr(batch, "spoil") else value
+
+    objective.totals = spoiled  # type: ignore[method-assign]
+    trainer = toy_trainer(tmp_path, CONFIG, objective=objective, train=Spoiled(CONFIG))
+    before: dict[str, torch.Tensor] = {}
+    trainer.task = replace(trainer.task, before_step=lambda step: before.update(weights_of(trainer)))
+    with pytest.raises(NonFinite, match=r"loss is not finite at step 5 \(batch 5, 8 sequences"):
+        trainer.run(resume=False)
+    after = weights_of(trainer)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
+        MemoryError(),
+    ],
+)
+def test_out_of_memory_halves_the_micro_batch(
+    tmp_path: Path, error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    objective = objective_called("masked-next-sentence")
+    totals = objective.totals
+    sizes = []
+
+    def starved(model: Any, batch: Any) -> torch.Tensor:
+        if len(batch.tokens) > 2:
+            raise error
+        sizes.append(len(batch.tokens))
+        return totals(model, batch)
+
+    objective.totals = starved  # type: ignore[method-assign]
+    toy_trainer(tmp_path / "whole", replace(CONFIG, micro_batch=2)).run(resume=False)
+    trainer = toy_trainer(tmp_path / "starved", replace(CONFIG, micro_batch=8), objective=objective)
+    trainer.run(resume=False)
+    assert "out of memory at step 0: now 2 sequences at a time" in capsys.readouterr().err
+    assert losses(tmp_path / "starved") == losses(tmp_path / "whole") and set(sizes[:4]) == {2}
+
+
+def test_out_of_memory_with_one_sequence_says_what_to_do(tmp_path: Path) -> None:
+    objective = objective_called("masked-next-sentence")
+
+    def starved(model: Any, batch: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    objective.totals = starved  # type: ignore[method-assign]
+    with pytest.raises(UserError, match=r"one sequence at a time.*activation_checkpointing=true"):
+        toy_trainer(tmp_path, CONFIG, objective=objective).run(resume=False)
+
+
+def test_other_errors_are_not_taken_for_memory(tmp_path: Path) -> None:
+    objective = objective_called("masked-next-sentence")
+
+    def broken(model: Any, batch: Any) -> torch.Tensor:
+        raise RuntimeError("shapes do not match")
+
+    objective.totals = broken  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        toy_trainer(tmp_path, CONFIG, objective=objective).run(resume=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends(tmp_path: Path, number: signal.Signals) -> None:
+    def send(step: int) -> None:
+        if step == 2:
+            os.kill(os.getpid(), number)
+
+    trainer = toy_trainer(tmp_path, CONFIG, before_step=send)
+    outcome = trainer.run(resume=False)
+    assert not outcome.finished and outcome.step == 3
+    assert trainer.checkpoints.latest() == 3
+    assert signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler)
+
+
+def test_validation_is_the_same_each_time_and_leaves_no_trace(tmp_path: Path) -> None:
+    trainer = toy_trainer(tmp_path / "a", CONFIG)
+    assert torch.equal(trainer.measure(), trainer.measure())
+    often = toy_trainer(tmp_path / "b", replace(CONFIG, validate_every=1))
+    trainer.run(resume=False)
+    often.run(resume=False)
+    assert_same_weights(trainer, often)
+
+
+def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = toy_trainer(tmp_path, CONFIG)
+    monkeypatch.setattr("plume.train.checkpoint.save_tensors", full)
+    with pytest.raises(UserError, match=r"step 4 could not be written.*No space left.*--resume"):
+        trainer.run(resume=False)
+    assert not any((tmp_path / "checkpoints").iterdir())
+
+
+def test_sanity_gate_tells_when_nothing_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toy_trainer(tmp_path / "bad", replace(CONFIG, lr=1e-9), floor=1.0).run(resume=False)
+    assert "token frequencies alone give 1.000" in capsys.readouterr().err
+    toy_trainer(tmp_path / "good", CONFIG, floor=100.0).run(resume=False)
+    assert "token frequencies" not in capsys.readouterr().err
+
+
+def test_files_of_a_run(tmp_path: Path) -> None:
+    toy_trainer(tmp_path, CONFIG, sample=lambda model: "some words").run(resume=False)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    assert {"masked", "next_sentence", "next_sentence_accuracy", "lr", "gradient_norm", "tokens"} <= rows[0].keys()
+    assert "some words" in (tmp_path / "samples.txt").read_text()
+
+
+def test_more_ranks_than_sequences_is_told(tmp_path: Path) -> None:
+    trainer = toy_trainer(tmp_path, CONFIG)
+    trainer.distributed = replace(trainer.distributed, replicas=16)
+    with pytest.raises(UserError, match=r"batch of 8 sequences cannot be shared by 16 ranks; batch=16 can"):
+        trainer.share(8)
+
+
+@pytest.mark.parametrize(("rows", "replicas", "micro"), [(8, 1, 3), (7, 2, 2), (5, 4, 1), (64, 4, 64), (9, 3, 1)])
+def test_shares_make_the_whole_and_are_equally_many(tmp_path: Path, rows: int, replicas: int, micro: int) -> None:
+    trainer = toy_trainer(tmp_path, replace(CONFIG, micro_batch=micro))
+    shares = []
+    for replica in range(replicas):
+        trainer.distributed = replace(trainer.distributed, replicas=replicas, replica=replica)
+        shares.append(trainer.share(rows))
+    assert len({len(share) for share in shares}) == 1
+    covered = sorted(row for share in shares for first, count in share for row in range(first, first + count))
+    assert covered == list(range(rows))
