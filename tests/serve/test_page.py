@@ -26,8 +26,16 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "-
 EVIL = "<script>alert(1)</script>"
 TEXT = "The robot must obey </script><b>human beings</b> because it"
 VIEWS = ("next", "write", "surprise", "attention", "layers", "masks", "tokens", "runs")
-READY = {"next": ".candidates .row", "write": ".controls .primary", "surprise": ".mark", "attention": ".matrix canvas",
-         "layers": ".grid td", "masks": ".words button, .empty", "tokens": ".piece", "runs": "#view svg path"}  # fmt: skip
+READY = {
+    "next": ".candidates .row",
+    "write": ".controls .primary",
+    "surprise": ".mark",
+    "attention": ".matrix canvas",
+    "layers": ".grid td",
+    "masks": ".words button, .empty",
+    "tokens": ".piece",
+    "runs": "#view svg path",
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +73,12 @@ class Visit:
         if not request.url.startswith((self.site.url, "data:", "blob:")):
             self.wrong.append(f"asked {request.url}")
 
-    def open(self, view: str = "next", *, model: str = "gpt", text: str = TEXT, **state) -> "Visit":
+    def open(
+        self, view: str = "next", *, model: str = "gpt", text: str = TEXT, ready: str | None = None, **state: object
+    ) -> "Visit":
         self.page.goto(f"{self.site.url}/#{urlencode({'view': view, 'model': model, 'text': text, **state})}")
-        self.page.wait_for_selector(READY[view])
-        self.page.wait_for_function("!document.querySelector('.waiting')")
+        self.page.wait_for_selector(READY[view] if ready is None else ready)
+        self.page.wait_for_function("() => !document.querySelector('.waiting')")
         return self
 
     def state(self) -> dict[str, str]:
@@ -78,7 +88,7 @@ class Visit:
 
     def settle(self) -> None:
         self.page.wait_for_timeout(80)
-        self.page.wait_for_function("!document.querySelector('.waiting')")
+        self.page.wait_for_function("() => !document.querySelector('.waiting')")
 
     def close(self) -> None:
         self.context.close()
@@ -137,6 +147,12 @@ def test_colours_can_be_read(visit):
 # ---- next
 
 
+def visible(piece: str) -> str:
+    """As the page shows a token: white space and control characters as signs."""
+    marks = {" ": "·", "\n": "⏎", "\t": "⇥", "\x7f": "\u2421"}
+    return "".join(marks.get(c, chr(0x2400 + ord(c)) if c < " " else c) for c in piece)
+
+
 def rows(visit) -> list[str]:
     return [text.strip() for text in visit.page.locator(".candidates .row .token").all_inner_texts()]
 
@@ -145,17 +161,17 @@ def test_next_shows_the_servers_ten_and_takes_them_by_key(visit, site):
     visit.open(text="The robot")
     body = {"model": "gpt", "text": "The robot"}
     told = httpx.post(f"{site.url}/v1/next-tokens", json=body).json()
-    shown = [piece.replace(" ", "·").replace("\n", "⏎") for piece in told["candidates"]["pieces"]]
+    shown = [visible(piece) for piece in told["candidates"]["pieces"]]
     assert rows(visit) == shown[:10]
     visit.page.keyboard.press("Escape")
     visit.page.keyboard.press("3")
-    visit.page.wait_for_function("location.hash.includes('ids=')")
+    visit.page.wait_for_function("() => location.hash.includes('ids=')")
     visit.settle()
     ids = [*told["tokens"], told["candidates"]["tokens"][2]]
     assert visit.state()["ids"] == ".".join(map(str, ids))
     fresh = httpx.post(f"{site.url}/v1/next-tokens", json={"model": "gpt", "tokens": ids}).json()
     assert visit.page.input_value("#text") == fresh["text"]
-    assert rows(visit)[0] == fresh["candidates"]["pieces"][0].replace(" ", "·").replace("\n", "⏎")
+    assert rows(visit)[0] == visible(fresh["candidates"]["pieces"][0])
     visit.page.keyboard.press("Alt+ArrowLeft")
     expect(visit.page.locator("#text")).to_have_value("The robot")
     visit.page.keyboard.press("Alt+ArrowRight")
@@ -200,7 +216,7 @@ def test_typing_asks_once_after_a_pause(visit):
     visit.page.on("request", lambda request: asked.append(request.post_data) if "next-tokens" in request.url else None)
     visit.page.fill("#text", "")
     visit.page.locator("#text").press_sequentially("Once upon", delay=20)
-    visit.page.wait_for_function("location.hash.includes('Once+upon')")
+    visit.page.wait_for_function("() => location.hash.includes('Once+upon')")
     visit.settle()
     assert len(asked) <= 2 and json.loads(asked[-1])["text"] == "Once upon"
 
@@ -280,7 +296,7 @@ def test_attention_shows_heads_and_steps(visit, model):
     softmax = visit.page.locator(".steps tbody tr td:nth-child(5)").all_inner_texts()
     assert sum(float(x.rstrip(" %")) for x in softmax) == pytest.approx(100, abs=2)
     visit.page.get_by_role("button", name="arcs").click()
-    visit.page.locator("svg .arc").first.wait_for()
+    visit.page.locator("svg .arc").first.wait_for(state="attached")
     for word in ("mean of heads", "rollout"):
         visit.page.get_by_role("button", name=word).click()
         visit.settle()
@@ -295,7 +311,7 @@ def test_layers_end_with_the_real_answer(visit, site):
     visit.open("layers", text="The robot must obey")
     told = httpx.post(f"{site.url}/v1/next-tokens", json={"model": "gpt", "text": "The robot must obey"}).json()
     last = visit.page.locator(".grid tbody tr").last.locator("td").last
-    assert last.inner_text() == told["candidates"]["pieces"][0].replace(" ", "·").replace("\n", "⏎")
+    assert last.inner_text() == visible(told["candidates"]["pieces"][0])
     last.hover()
     side = visit.page.inner_text("#side")
     assert "attention 2" in side and "length of the residual" in side
@@ -340,8 +356,8 @@ def test_runs_are_drawn_and_followed(visit, runs_folder):
         "before => document.querySelector('#view svg path').getAttribute('d') !== before", arg=before
     )
     assert "Once upon <b>a</b>" in visit.page.inner_text("#view")
-    visit.page.get_by_label("second").check()
-    visit.page.wait_for_function("document.querySelectorAll('#view svg path.c1').length > 0")
+    visit.page.get_by_role("checkbox", name="second").check()
+    visit.page.wait_for_function("() => document.querySelectorAll('#view svg path.c1').length > 0")
     for word in ("time", "steps", "log"):
         visit.page.get_by_role("button", name=word, exact=True).click()
 
@@ -374,15 +390,15 @@ def test_everything_by_keyboard(visit):
         reached.append(page.evaluate("document.activeElement.className || document.activeElement.type"))
     assert any("row" in name for name in reached)
     page.keyboard.press("Enter")
-    page.wait_for_function("location.hash.includes('ids=')")
+    page.wait_for_function("() => location.hash.includes('ids=')")
 
 
 def test_a_link_shows_the_same_picture(browser, site, visit):
-    visit.open("attention", layer=1, head=3, picture="arcs", query=2)
+    visit.open("attention", ready=".attention svg .word", layer=1, head=3, picture="arcs", query=2)
     link, picture = visit.page.url, visit.page.inner_html(".attention svg")
     other = Visit(browser, site)
     other.page.goto(link)
-    other.page.wait_for_selector(".attention svg .arc")
+    other.page.wait_for_selector(".attention svg .word")
     other.settle()
     assert other.page.inner_html(".attention svg") == picture
     other.close()

@@ -25,7 +25,10 @@ function build(element, props, children) {
   return element;
 }
 
-export const visible = (piece) => piece.replaceAll(' ', '·').replaceAll('\n', '⏎').replaceAll('\t', '⇥') || '∅';
+const MARKS = { ' ': '·', '\n': '⏎', '\t': '⇥' };
+// white space and control characters shown as signs
+export const visible = (piece) =>
+  piece.replace(/[\x00-\x20\x7f]/g, (c) => MARKS[c] ?? String.fromCharCode(0x2400 + (c === '\x7f' ? 33 : c.charCodeAt(0)))) || '∅';
 export const token = (piece) => h('span', { class: 'token', title: visible(piece) }, visible(piece));
 
 export function percent(p) {
@@ -422,7 +425,7 @@ export function snapshot(root) {
           'font-weight': style.fontWeight,
           'xml:space': 'preserve',
         },
-        text,
+        text.toWellFormed().replace(/[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]/g, '\ufffd'), // XML has no word for these
       ),
     );
   const write = (node) => {

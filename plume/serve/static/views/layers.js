@@ -36,7 +36,7 @@ export function update(self, state) {
   const body = { model: context.model().id, ...subject(state), view: 'layers', start: state.start < 0 ? null : state.start, size: 48 },
     asked = JSON.stringify(body);
   if (asked === self.asked) {
-    draw(self);
+    if (self.answer) draw(self);
     return;
   }
   self.asked = asked;

@@ -76,7 +76,7 @@ export function update(self, state) {
   const body = { model: context.model().id, ...subject(state), k: 200, temperatures: true },
     asked = JSON.stringify(body);
   if (asked === self.asked) {
-    draw(self);
+    if (self.answer) draw(self);
     return;
   }
   self.asked = asked;
