@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -40,17 +41,20 @@ def plan(
 ) -> None:
     """What a model needs: parameters per layer, memory, arithmetic, time here and on named hardware.
 
-    Other options: --tokens, --batch, --sequence, and --model.FIELD for every field of the model.
+    Other options: --tokens, --batch, --sequence, and --model.FIELD for every field of the model. With --ranks N also
+    what each of N ranks holds and sends: --strategy, --tensor-parallel, --accumulate, --activation-checkpointing.
     """
     start = {"name": preset, "model": {"preset": preset}}
     settings = configured(config.PlanConfig, None, overrides, start=start)
     from plume import plan as planning
 
     result = planning.plan(settings)
+    share = planning.plan_ranks(settings, result) if settings.ranks > 1 else None
     if as_json:
-        print(json.dumps(result.as_json(), indent=2))
+        each = {} if share is None else {"rank": {**dataclasses.asdict(share), "total_bytes": share.total_bytes}}
+        print(json.dumps({**result.as_json(), **each}, indent=2))
     else:
-        show(planning.table(result, settings))
+        show(planning.table(result, settings), *([] if share is None else [planning.rank_table(share, settings)]))
 
 
 @app.command
@@ -131,9 +135,7 @@ def pretrain(
 
 
 @app.command
-def finetune(
-    *words: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False
-) -> None:
+def finetune(*words: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False) -> None:
     """A pretrained model and labelled rows to a measured model.
 
     `plume finetune --model MODEL --task.train FILE --folder FOLDER`, with any field of the config as an option
@@ -155,9 +157,7 @@ def finetune(
 
 
 @app.command
-def distill(
-    *words: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False
-) -> None:
+def distill(*words: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False) -> None:
     """A smaller student of a pretrained teacher.
 
     `plume distill --teacher MODEL --prepared DATA --folder FOLDER`, with any field of the config as an option
@@ -197,7 +197,7 @@ def runs(
 def doctor(
     *, device: str = "auto", as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False, patience: float = 30.0
 ) -> None:
-    """Is this machine fit to train: devices, memory, the fastest precision; under torchrun also a sum over all ranks."""
+    """Is this machine fit to train: devices, memory, the fastest precision; under torchrun also a sum over ranks."""
     from plume.train.doctor import doctor as examine
     from plume.train.doctor import show_diagnosis
 
@@ -265,20 +265,19 @@ def import_model(source: str, /, *, out: Path) -> None:
 
 
 @app.command
-def generate(model: str, prompt: str | None = None, /, *words: Overrides) -> None:
-    """Write text: after a prompt, after each prompt of a file (--prompts), or in a conversation at the terminal.
+def generate(model: str, /, *words: Overrides) -> None:
+    """Write text after a PROMPT, after each prompt of a file (--prompts), or in a conversation at the terminal.
 
     Other options: the fields of sampling and engine by name, for example --temperature 0.8 --top-k 20 --seed 1
     --precision int8 --stop "END"; --out FILE, --unconditional. `plume generate MODEL --options` lists them all.
     """
     from plume.generate import command
 
-    if prompt is not None and prompt.startswith("--"):
-        prompt, words = None, (prompt, *words)
     if "--options" in words:
         show(options_table(config.GenerateConfig))
         return
-    command.generate(command.configure(model, prompt, words))
+    prompt = words[0] if words and not words[0].startswith("--") else None
+    command.generate(command.configure(model, prompt, words if prompt is None else words[1:]))
 
 
 @app.command
@@ -306,6 +305,53 @@ def options_table(kind: type) -> Any:
     for row in config.describe(kind):
         table.add_row(*row)
     return table
+
+
+@app.command
+def evaluate(
+    model: str | None = None,
+    /,
+    *overrides: Overrides,
+    tasks: str = "",
+    compare: Annotated[tuple[Path, Path] | None, cyclopts.Parameter(consume_multiple=True)] = None,
+) -> None:
+    """Measure a model: `plume evaluate MODEL --tasks lambada,wikitext-2 --out report`.
+
+    Tasks are built-in names, NAME=FILE, files of your own or harness:NAME, parted by commas. Other options: every
+    field of the evaluation config, such as --protocol gpt2-paper, --data FOLDER, --shots 5, --seeds "[1, 2, 3]",
+    --stride 512, --training-data FOLDER. `--compare A B` sets two report folders side by side.
+    """
+    if compare is not None:
+        from plume.evaluate.compare import compare as side_by_side
+        from plume.evaluate.compare import comparison_table
+
+        print(comparison_table(side_by_side(*compare)))
+        return
+    if model is None:
+        raise UserError("which model? plume evaluate MODEL --tasks lambada; or plume evaluate --compare A B")
+    start = {"model": model, "tasks": [name for name in tasks.split(",") if name]}
+    settings = configured(config.EvaluateConfig, None, overrides, start=start)
+    from plume.evaluate import evaluate as measure
+    from plume.evaluate.report import summary
+
+    show(summary(measure(settings)))
+    if settings.out is not None:
+        show(f"report: {settings.out / 'report.md'}")
+
+
+@app.command
+def sweep(recipe: Path, /, *overrides: Overrides) -> None:
+    """Train several sizes on the same data: `plume sweep RECIPE.toml --folder runs/sweep --sizes "[1x32, 2x64]"`.
+
+    Run again after an interruption, it goes on where it was.
+    """
+    settings = configured(config.SweepConfig, recipe, overrides)
+    from plume.evaluate import sweep as train_all
+
+    found = train_all(settings)
+    for size in found["sizes"]:
+        show(f"{size['name']}: {size['parameters']:,} parameters, loss {size['loss']:.4f}")
+    show(f"report: {settings.folder / 'report.md'}")
 
 
 def show(*things: Any) -> None:

@@ -16,6 +16,7 @@ from plume.config import (
     SamplingConfig,
     UserError,
     build,
+    did_you_mean,
     parse_overrides,
     with_overrides,
 )
@@ -37,11 +38,14 @@ HELP = """/set NAME VALUE   change an option, e.g. /set temperature 0.8
 def configure(model: str, prompt: str | None, words: Sequence[str]) -> GenerateConfig:
     """The config of a command line, where options of sampling and engine need no section name."""
     sections = {"engine": EngineConfig, "sampling": SamplingConfig}
-    known = {f.name: section for section, kind in sections.items() for f in fields(kind)}
+    homes = {f.name: "" for f in fields(GenerateConfig) if f.name not in sections}
+    homes |= {f.name: f"{section}." for section, kind in sections.items() for f in fields(kind)}
     overrides = {}
     for name, value in parse_overrides(words).items():
         plain = name.replace("-", "_")
-        overrides[f"{known[plain]}.{plain}" if plain in known else plain] = value
+        if plain not in homes and "." not in plain:
+            raise UserError(f"there is no option --{name}{did_you_mean(plain, homes)}; --options lists them all")
+        overrides[homes.get(plain, "") + plain] = value
     table: dict[str, Any] = {"model": model, **({} if prompt is None else {"prompt": prompt})}
     table = with_overrides(table, overrides)
     stop = table.get("sampling", {}).get("stop")
@@ -213,8 +217,6 @@ class Conversation:
             return
         name, _, rest = line[1:].partition(" ")
         if name not in self.commands:
-            from plume.config import did_you_mean
-
             raise UserError(f"there is no command /{name}{did_you_mean(name, self.commands)}; /help shows them all")
         self.commands[name](rest)
 

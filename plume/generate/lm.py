@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,7 @@ from plume.text import Tokenizer, load_tokenizer
 from plume.weights import load_model, read_config, resolve
 
 if TYPE_CHECKING:
+    from plume.explain import Explanation
     from plume.heads import Model
     from plume.train.predict import Answer, Choice, Label, Predictor, TaggedWord
 
@@ -292,6 +294,12 @@ class LM:
                 rank = int(np.sum(logprobs > likely))
                 scores.append(TokenScore(part[i], self.text_of(part[i]), float(likely), rank, entropy))
         return scores
+
+    def explain(self, text: str | Sequence[int]) -> Explanation:
+        """What happens inside on this text: attention, the numbers of each head, the lens, surprise."""
+        explaining = import_module("plume.explain")  # a later room, which builds on this one
+        explained: Explanation = explaining.explain_text(self.model, self.tokenizer, self.encode(text))
+        return explained
 
     # -- encoders
 

@@ -16,7 +16,17 @@ from plume.text import Tokenizer
 from plume.text.definition import BYTE_LETTERS, define
 from plume.weights import save_model
 
-MERGES = [("h", "e"), ("Ġ", "t"), ("Ġt", "he"), ("i", "n"), ("e", "r"), ("Ġ", "a"), ("l", "l"), ("he", "ll"), ("hell", "o")]
+MERGES = [
+    ("h", "e"),
+    ("Ġ", "t"),
+    ("Ġt", "he"),
+    ("i", "n"),
+    ("e", "r"),
+    ("Ġ", "a"),
+    ("l", "l"),
+    ("he", "ll"),
+    ("hell", "o"),
+]
 
 
 @pytest.fixture(scope="session")

@@ -133,7 +133,7 @@ def test_slots_can_be_copied_and_rewound(open_engine, random_model):
 
 def test_int8_hardly_changes_perplexity(trained, tokenizer, training_text):
     """The bar of half a percent, and how often the greedy token stays the same."""
-    tokens = tokenizer.encode(training_text)[:64 * 40]
+    tokens = tokenizer.encode(training_text)[: 64 * 40]
     windows = [tokens[i : i + 64] for i in range(0, len(tokens), 64)]
     losses, choices = {}, {}
     for precision in ("float32", "int8"):

@@ -66,9 +66,7 @@ def test_logprobs_are_the_models_own(lm):
     with torch.inference_mode():
         expected = torch.log_softmax(lm.model(torch.tensor([tokens]))[0], -1)
     start = len(tokens) - len(result.tokens) - 1
-    for i, (token, logprob, top) in enumerate(
-        zip(result.tokens, result.logprobs, result.top_logprobs, strict=True)
-    ):
+    for i, (token, logprob, top) in enumerate(zip(result.tokens, result.logprobs, result.top_logprobs, strict=True)):
         assert logprob == pytest.approx(float(expected[start + i, token]), abs=1e-3)
         best = expected[start + i].topk(3)
         assert [i for i, _ in top] == best.indices.tolist()

@@ -118,9 +118,7 @@ def test_noise_depends_on_every_argument_and_nothing_else():
 
 
 def test_penalties_follow_their_formulas():
-    config = SamplingConfig(
-        repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={4: 3.0}
-    )
+    config = SamplingConfig(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25, logit_bias={4: 3.0})
     scores = np.array([1.0, -1.0, 2.0, 0.5, 0.0], np.float32)
     changed = penalised(scores, config, [0, 1, 2, 2], 2, ())
     assert changed.tolist() == pytest.approx([0.5, -2.0, 1.0 - 0.5 - 0.5, 0.5, 3.0])
