@@ -165,9 +165,10 @@ class Phases:
 def check_size(stream: TokenStream, needed: int, shards: Shards) -> None:
     if len(stream) < needed:
         name = "" if stream.name == "all" else f" of {stream.name}"
+        more = "more text" if shards.split == "train" else "a larger validation share"
         raise UserError(
-            f"the {shards.split} text{name} in {shards.folder} has {len(stream)} tokens, and one window needs "
-            f"{needed}; use a context below {max(len(stream), 1)}, or more text"
+            f"the {shards.split} text{name} in {shards.folder} has {len(stream)} tokens, and one window "
+            f"needs {needed}; use a context below {len(stream)}, or {more}"
         )
 
 

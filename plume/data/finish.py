@@ -120,6 +120,10 @@ def finish(
         raise UserError(
             f"validation={config.validation} leaves nothing to train on; a smaller share, such as 0.01, would"
         )
+    for source, weight in enumerate(config.weights):
+        if weight > 0 and not any(s.source == source for s in shards["train"]):
+            lost = f"{config.paths[source]} has weight {weight} but no document is left of it"
+            raise UserError(f"{lost}; a weight of 0 would leave it out")
     return Manifest(
         format=FORMAT,
         tokenizer=tokenizer.hash,

@@ -7,9 +7,13 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
+from rich.console import Console
 
 from plume.config import DataConfig, TokenizerConfig, UserError
 from plume.data.clean import held_out_index
@@ -19,7 +23,7 @@ from plume.data.pool import run_pieces
 from plume.data.readers import read_documents
 from plume.data.report import make_report
 from plume.data.rows import Tally
-from plume.data.shards import FORMAT, MANIFEST, Manifest, aside, read_manifest, write_json
+from plume.data.shards import FORMAT, MANIFEST, Manifest, aside, read_manifest, room_on_disk, write_json
 from plume.data.sources import Piece, find_files, plan_pieces
 from plume.text import Tokenizer, load_tokenizer, train_tokenizer
 
@@ -35,13 +39,22 @@ class Prepared:
 
 def prepare(config: DataConfig) -> Prepared:
     """Turn the texts of a config into shards in its folder; finished work is taken as it is."""
-    began = time.perf_counter()
-    work = config.folder / ".work"
     pieces = plan_pieces(config)
     fingerprint = fingerprint_of(config, pieces)
     if (done := finished(config, fingerprint)) is not None:
         return done
-    open_work(config, work, fingerprint)
+    work = config.folder / ".work"
+    work.mkdir(parents=True, exist_ok=True)
+    with alone(work):
+        if (done := finished(config, fingerprint)) is not None:  # another process may just have done it
+            return done
+        open_work(config, work, fingerprint)
+        with room_on_disk(config.folder / MANIFEST):
+            return make(config, work, pieces, fingerprint)
+
+
+def make(config: DataConfig, work: Path, pieces: list[Piece], fingerprint: str) -> Prepared:
+    began = time.perf_counter()
     tokenizer = the_tokenizer(config, work)
     if config.clean.held_out and not (work / "held_out").is_file():
         with aside(work / "held_out") as stream:
@@ -55,6 +68,21 @@ def prepare(config: DataConfig) -> Prepared:
     report = make_report(config, pieces, results, dropped, manifest, time.perf_counter() - began)
     publish(config.folder, work, manifest, report)
     return Prepared(config.folder, manifest, report)
+
+
+@contextmanager
+def alone(work: Path) -> Iterator[None]:
+    """One process at a time in a work folder; the others wait and say so."""
+    lock = FileLock(work / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        Console(stderr=True).print(f"another process prepares {work.parent}; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def fingerprint_of(config: DataConfig, pieces: list[Piece]) -> str:
@@ -74,6 +102,7 @@ def finished(config: DataConfig, fingerprint: str) -> Prepared | None:
         return None
     manifest = read_manifest(config.folder)
     if manifest.fingerprint == fingerprint:
+        shutil.rmtree(config.folder / ".work", ignore_errors=True)  # a run may have been killed at its very end
         return Prepared(config.folder, manifest, json.loads((config.folder / "report.json").read_text()))
     if not config.overwrite:
         raise UserError(
@@ -92,8 +121,8 @@ def open_work(config: DataConfig, work: Path, fingerprint: str) -> None:
                 f"{config.folder} holds unfinished data of other texts or settings; finish that run, "
                 "choose another folder, or overwrite=true to drop it"
             )
-        shutil.rmtree(work)
-    work.mkdir(parents=True, exist_ok=True)
+        for old in [p for p in work.iterdir() if p.name != "lock"]:
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
     for half_written in work.glob(".[0-9]*"):
         half_written.unlink(missing_ok=True)
     write_json(plan, {"fingerprint": fingerprint})

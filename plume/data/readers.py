@@ -51,7 +51,7 @@ def read_piece(piece: Piece, config: DataConfig, tally: Tally) -> Iterator[Docum
             tally.add("damaged compression", part.path)
         except OSError as error:
             if error.errno is not None:  # the machine's trouble; without a number it is gzip that complains
-                raise
+                raise UserError(f"{part.path} cannot be read: {error.strerror}") from None
             tally.add("damaged compression", part.path)
 
 
@@ -87,7 +87,10 @@ def read_part(part: Part, config: DataConfig, tally: Tally) -> Iterator[Document
     kind = suffix_of(path)
     if kind == ".parquet":
         groups = None if part.stop is None else range(part.start, part.stop)
-        yield from from_rows(parquet_rows(path, groups), part.path, config, tally)
+        try:
+            yield from from_rows(parquet_rows(path, groups), part.path, config, tally)
+        except UserError:
+            tally.add("not a parquet file", part.path)
         return
     if kind in ARCHIVES:
         yield from archive(path, tally)

@@ -212,5 +212,5 @@ def parquet_rows(path: Path, groups: Sequence[int] | None = None) -> Iterator[Ro
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=256, row_groups=groups):
                 yield from batch.to_pylist()
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a parquet file: {error}") from None

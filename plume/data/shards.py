@@ -63,28 +63,32 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
+def room_on_disk(path: Path) -> Iterator[None]:
+    """A full disk told in words."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"the disk is full: {path.name} could not be written to {path.parent}. What was finished is kept: "
+            "free some space and run the same command again to go on"
+        ) from error
+
+
+@contextmanager
 def aside(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name only when it is complete; a full disk is told in words."""
+    """A file that appears under its name only when it is complete."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with hidden.open("wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        hidden.rename(path)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise disk_full(path) from error
-        raise
+        with room_on_disk(path):
+            with hidden.open("wb") as stream:
+                yield stream
+                stream.flush()
+                os.fsync(stream.fileno())
+            hidden.rename(path)
     finally:
         hidden.unlink(missing_ok=True)
-
-
-def disk_full(path: Path) -> UserError:
-    return UserError(
-        f"the disk is full: {path.name} could not be written to {path.parent}. What was finished is kept: "
-        "free some space and run the same command again to go on"
-    )
 
 
 class ShardWriter:

@@ -121,7 +121,7 @@ def plan_pieces(config: DataConfig) -> list[Piece]:
 def plan_parts(config: DataConfig, source: int, spec: str, size: int) -> Iterator[Part]:
     if spec.startswith("hub:"):
         shards = hub_shards(spec)
-        yield from (Part(spec, i, shards) for i in range(shards))
+        yield from (Part(spec, i, shards, size=size) for i in range(shards))  # their true sizes are not known
         return
     files = find_files(spec)
     if config.targets:
@@ -158,15 +158,21 @@ def cuttable(path: Path, encoding: str) -> bool:
 
 
 def row_groups(path: Path, size: int) -> Iterator[Part]:
+    import pyarrow
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        start, held = 0, 0
-        for group in range(file.num_row_groups):
-            held += file.metadata.row_group(group).total_byte_size
-            if held >= size or group + 1 == file.num_row_groups:
-                yield Part(str(path), start, group + 1, size=held)
-                start, held = group + 1, 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
+    except (pyarrow.ArrowException, OSError):
+        yield Part(str(path), size=path.stat().st_size)  # whoever reads it will count it as damaged
+        return
+    start, held = 0, 0
+    for group, grown in enumerate(sizes):
+        held += grown
+        if held >= size or group + 1 == len(sizes):
+            yield Part(str(path), start, group + 1, size=held)
+            start, held = group + 1, 0
 
 
 def pair_parts(files: list[Path], targets: list[Path], size: int) -> Iterator[Part]:

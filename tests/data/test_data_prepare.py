@@ -229,6 +229,36 @@ def test_a_dead_worker_is_reported(tmp_path, whole, monkeypatch):
         prepare(replace(whole, folder=tmp_path / "out", workers=2))
 
 
+def test_two_at_once_wait_for_each_other(tmp_path, whole):
+    folder = tmp_path / "out"
+    script = f"""
+from pathlib import Path
+from plume.config import *
+from plume.data import prepare
+prepare(DataConfig(paths={whole.paths!r}, folder=Path({str(folder)!r}), shard_mb=1, workers=1,
+    tokenizer=TokenizerConfig(folder=Path({str(whole.tokenizer.folder)!r}))))
+"""
+    runs = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [run.communicate()[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], said
+    assert sum("another process prepares" in words for words in said) <= 1
+    assert contents(folder) == contents(whole.folder)
+
+
+def test_a_source_with_a_weight_must_have_documents(tmp_path):
+    for name, text in (("a", "words"), ("b", " ")):
+        (tmp_path / f"{name}.txt").write_text(text)
+    config = DataConfig(
+        paths=(str(tmp_path / "a.txt"), str(tmp_path / "b.txt")),
+        weights=(0.5, 0.5),
+        folder=tmp_path / "out",
+        tokenizer=TokenizerConfig(kind="bytes"),
+        validation=0.0,
+    )
+    with pytest.raises(UserError, match=r"b\.txt has weight 0\.5 but no document is left of it"):
+        prepare(config)
+
+
 def test_a_changed_file_or_tokenizer_is_noticed(tmp_path):
     for name in ("a.txt", "evaluation.txt"):
         (tmp_path / name).write_text(f"some words that stand in {name}")

@@ -135,6 +135,21 @@ def test_a_damaged_archive_gives_what_is_readable_and_is_counted(tmp_path):
     assert tally.counts["damaged compression"] >= 2
 
 
+def test_damaged_and_unreadable_files(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 but nothing else" * 100_000)
+    (tmp_path / "b.txt").write_text("after")
+    tally = Tally()
+    assert [d.text for d in read_documents(config(tmp_path, shard_mb=1), tally)] == ["after"]
+    assert tally.counts == {"not a parquet file": 1}
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("plume.data.readers.open_bytes", refuse)
+    with pytest.raises(UserError, match=r"b\.txt cannot be read: Permission denied"):
+        list(read_documents(config(tmp_path / "b.txt")))
+
+
 def test_a_missing_path_names_the_nearest(tmp_path):
     (tmp_path / "shakespeare.txt").write_text("x")
     with pytest.raises(
