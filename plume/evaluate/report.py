@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from plume.evaluate.contamination import Seen
 from plume.evaluate.metrics import Metric, higher_is_better
 from plume.evaluate.published import published
 from plume.evaluate.run import Result
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 FORMAT = 1
 HISTORY = "history.jsonl"
@@ -99,6 +102,16 @@ def put(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)
+
+
+def summary(report: Report) -> Table:
+    """The headline of each task, for the console."""
+    from rich.table import Table
+
+    shown = Table("task", "metric", "score", "shots", "items", "protocol")
+    for task in report.tasks:
+        shown.add_row(*map(str, headline_row(task)), task.first.protocol["name"])
+    return shown
 
 
 # ---- earlier runs ------------------------------------------------------------------------------------------------

@@ -240,8 +240,7 @@ class Run:
 
     def fits(self, item: Item) -> bool:
         if isinstance(item, Question):
-            room = self.subject.said.model.context - item.tokens
-            return len(self.subject.tokenizer.encode(item.prompt)) <= room
+            return len(self.subject.tokenizer.encode(item.prompt)) <= self.room(item)[0]
         try:
             Asker(self.task, self.protocol, self.subject.scorer, cut=False).ask(item)
         except TooLong:
@@ -317,12 +316,12 @@ class Run:
             written = lm.translate(item.source)
             return written.text, len(written.tokens)
         prompt = lm.tokenizer.encode(item.prompt)
-        room = lm.config.context - item.tokens
-        if room < 1 or (len(prompt) > room and self.config.too_long == "refuse"):
-            raise UserError(f"{item.where}: {len(prompt)} tokens and {item.tokens} new ones do not fit the context")
+        room, new = self.room(item)
+        if len(prompt) > room and self.config.too_long == "refuse":
+            raise UserError(f"{item.where}: {len(prompt)} tokens and {new} new ones do not fit into the context")
         self.cut += len(prompt) > room
         sampling = SamplingConfig(
-            max_new_tokens=item.tokens,
+            max_new_tokens=new,
             temperature=0.0 if item.top_k == 1 else 1.0,
             top_k=item.top_k,
             stop=item.stop,
@@ -330,6 +329,12 @@ class Run:
         )
         written = lm.generate_batch([prompt[-room:]], sampling)[0]
         return written.text, len(written.tokens)
+
+    def room(self, item: Question) -> tuple[int, int]:
+        """Tokens for the prompt and for the answer, which gets at most half of the context."""
+        context = self.subject.said.model.context
+        new = min(item.tokens, context // 2)
+        return context - new, new
 
     def fill(self, item: Blank) -> tuple[str, int]:
         """As many masks as the answer has tokens."""

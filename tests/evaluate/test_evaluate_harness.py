@@ -17,17 +17,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and what it 
 
 
 def harness(model, task: dict, shots: int = 0, limit=None):
-    from lm_eval import simple_evaluate
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.evaluator import evaluate as run  # what simple_evaluate calls, without reading all task files first
 
-    found = simple_evaluate(
-        model=model,
-        tasks=[task],
-        num_fewshot=shots,
-        limit=limit,
-        bootstrap_iters=0,
-        log_samples=True,
-        verbosity="ERROR",
-    )
+    made = ConfigurableTask(config=task | {"num_fewshot": shots})
+    made.set_fewshot_seed(1234)
+    found = run(lm=model, task_dict={task["task"]: made}, limit=limit, bootstrap_iters=0, log_samples=True)
     name = task["task"]
     samples = sorted(found["samples"][name], key=lambda s: s["doc_id"])
     return {key.split(",")[0]: v for key, v in found["results"][name].items() if "," in key}, samples

@@ -1,0 +1,259 @@
+"""Tasks as data: built-in ones, the user's own, few-shot, what is refused and where."""
+
+import json
+import re
+
+import pytest
+from conftest import story, write_rows
+
+from plume.config import EvaluateConfig, UserError
+from plume.evaluate import evaluate, made
+from plume.evaluate.items import Row
+from plume.evaluate.protocols import PROTOCOLS, pair
+from plume.evaluate.tasks import TASKS, book_file, task_called
+from plume.text import load_tokenizer
+
+GOOD = {"context": "The cat went to the house and it ate", "choices": ["milk", "hay", "bones"], "answer": 0}
+
+
+def run(folder, *tasks, **more):
+    return evaluate(EvaluateConfig(model=str(folder), tasks=tasks, **more))
+
+
+def test_choices_of_the_users_own(trained_folder, tmp_path):
+    rows = [GOOD, GOOD | {"answer": "milk"}, GOOD | {"answer": "A"}, GOOD | {"answer": 1}]
+    file = write_rows(tmp_path / "mine.jsonl", rows)
+    result = run(trained_folder, str(file))["mine"].first
+    assert result.items == 4 and result.metrics["acc"].value in (0.75, 0.25, 0.0)
+    renamed = [{"q": r["context"], "opts": r["choices"], "key": r["answer"]} for r in rows]
+    other = write_rows(tmp_path / "other.jsonl", renamed)
+    again = run(trained_folder, str(other), context_field="q", choices_field="opts", answer_field="key")["other"].first
+    assert again.metrics["acc"] == result.metrics["acc"]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"context": "x", "choices": ["a", "b"]},
+            r"line 2: the field 'answer' is missing; there are 'context', 'choices'",
+        ),
+        (GOOD | {"answer": 3}, r"line 2: answer=3 is out of range; the 3 candidates have the numbers 0 to 2"),
+        (GOOD | {"answer": "Z"}, r"line 2: the field 'answer' should be a number, not 'Z'"),
+        (GOOD | {"answer": "H"}, r"line 2: answer=7 is out of range"),
+        (GOOD | {"choices": "milk"}, r"line 2: the field 'choices' should be a list of texts"),
+        (GOOD | {"choices": ["milk"]}, r"line 2: the field 'choices' has 1 entries; at least 2"),
+        (GOOD | {"choices": ["milk", "", "hay"]}, r"line 2: candidate 1 is empty"),
+        (GOOD | {"context": 5}, r"line 2: the field 'context' should be a text, not 5"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_line(trained_folder, tmp_path, row, says):
+    file = write_rows(tmp_path / "mine.jsonl", [GOOD, row])
+    with pytest.raises(UserError, match=says):
+        run(trained_folder, str(file))
+
+
+def test_a_line_that_is_not_json_is_named(trained_folder, tmp_path):
+    file = write_rows(tmp_path / "mine.jsonl", [GOOD])
+    file.write_text(file.read_text() + "{oops\n")
+    with pytest.raises(UserError, match=r"mine.jsonl line 2: not JSON"):
+        run(trained_folder, str(file))
+
+
+def test_items_beyond_the_context(trained_folder, tmp_path):
+    long = GOOD | {"context": story(1, 9)}
+    file = write_rows(tmp_path / "mine.jsonl", [GOOD, long])
+    cut = run(trained_folder, str(file))["mine"].first
+    assert (cut.items, cut.cut, cut.skipped) == (2, 1, 0)
+    skipped = run(trained_folder, str(file), too_long="skip")["mine"].first
+    assert (skipped.items, skipped.cut, skipped.skipped) == (1, 0, 1)
+    with pytest.raises(UserError, match=r"mine.jsonl line 2: \d+ tokens do not fit into the 65"):
+        run(trained_folder, str(file), too_long="refuse")
+    endless = GOOD | {"choices": ["milk", story(1, 9), "hay"]}
+    file = write_rows(tmp_path / "endless.jsonl", [GOOD, endless])
+    assert run(trained_folder, str(file))["endless"].first.skipped == 1
+
+
+def test_a_masked_model_is_refused_where_text_is_written(masked_folder, trained_folder, shared, made):
+    with pytest.raises(UserError, match=r"squad lets the model write on, and .* is a masked model"):
+        run(masked_folder, "squad", data=shared / "data")
+    with pytest.raises(UserError, match=r"lambada-fill fills in masks, and .* is not a masked model"):
+        run(trained_folder, "lambada-fill", data=made)
+
+
+def test_unknown_tasks_are_named_together(trained_folder):
+    with pytest.raises(
+        UserError, match=r"(?s)no file 'lamda'; did you mean 'lambada'.*no file 'wikitxt-2'; did you mean"
+    ):
+        run(trained_folder, "lamda", "wikitxt-2")
+
+
+def test_missing_data_says_what_to_do(trained_folder, tmp_path):
+    with pytest.raises(
+        UserError, match=r"has no piqa/test.jsonl; --data FOLDER or --tasks piqa=FILE names them; and the"
+    ):
+        run(trained_folder, "piqa", data=tmp_path)
+
+
+def test_a_built_in_task_with_its_rows_elsewhere(trained_folder, made, tmp_path):
+    moved = tmp_path / "rows.jsonl"
+    moved.write_bytes((made / "lambada" / "lambada_test.jsonl").read_bytes())
+    here = run(trained_folder, "lambada", data=made)["lambada"].first
+    there = run(trained_folder, f"lambada={moved}")["lambada"].first
+    assert here.metrics == there.metrics and here.data_hash == there.data_hash
+
+
+def test_the_border_is_cut_as_the_protocol_says(trained_folder):
+    tokenizer = load_tokenizer(trained_folder)
+    context, continuation = "The cat went", "ing home"
+    before, after = pair(context, continuation, tokenizer, "apart")
+    assert before == tokenizer.encode(context) and after == tokenizer.encode(continuation)
+    before, after = pair(context + " ", "home", tokenizer, "joined")
+    assert before + after == tokenizer.encode("The cat went home") and before == tokenizer.encode("The cat went")
+
+
+# ---- last words --------------------------------------------------------------------------------------------------
+
+
+def test_last_word_last_token_and_filter(trained_folder, made):
+    word = run(trained_folder, "lambada", data=made)["lambada"].first
+    token = run(trained_folder, "lambada-token", data=made)["lambada-token"].first
+    assert token.tokens == token.items <= word.tokens
+    assert token.metrics["acc"].value >= word.metrics["acc"].value
+    filtered = run(trained_folder, "lambada", data=made, protocol="gpt2-paper")["lambada"].first
+    assert filtered.protocol["stop_words"] and filtered.metrics["acc"].value >= word.metrics["acc"].value
+    plain = run(trained_folder, "lambada", data=made, protocol="gpt2-paper", stop_words=False)["lambada"].first
+    assert not plain.protocol["stop_words"]
+
+
+def test_a_masked_model_fills_the_last_word(masked_folder, made):
+    result = run(masked_folder, "lambada-fill", data=made, limit=5)["lambada-fill"].first
+    assert result.items == 5 and 0 <= result.score.value <= 1
+
+
+# ---- few-shot ----------------------------------------------------------------------------------------------------
+
+
+def test_examples_are_whole_and_fit(trained_folder, made, monkeypatch):
+    """The papers' protocols leave examples out from the front until the rest fits; the harness cuts tokens."""
+    from plume.evaluate import kinds
+
+    asked = []
+    ask = kinds.Asker.ask
+    monkeypatch.setattr(kinds.Asker, "ask", lambda self, item: asked.append(item) or ask(self, item))
+    report = run(trained_folder, "hellaswag", data=made, protocol="gpt3-paper", shots=8, limit=4)
+    assert report["hellaswag"].first.cut == 0
+    starts = {item.contexts[0].split(":")[0] for item in asked}
+    assert starts == {"Eating"}
+
+
+def test_seeds_give_a_spread(trained_folder, made):
+    task = run(trained_folder, "hellaswag", data=made, shots=2, seeds=(1, 2, 3))["hellaswag"]
+    values = [r.metrics["acc"].value for r in task.results]
+    assert [r.seed for r in task.results] == [1, 2, 3]
+    assert task.score("acc").value == pytest.approx(sum(values) / 3)
+    same = run(trained_folder, "hellaswag", data=made, shots=2, seeds=(2,))["hellaswag"]
+    assert same.first.metrics["acc"].value == values[1]
+
+
+def test_an_item_is_never_its_own_example(trained_folder, made, monkeypatch):
+    from plume.evaluate import run as running
+
+    seen = []
+    fitted = running.Run.fitted
+    monkeypatch.setattr(running.Run, "fitted", lambda self, i, e: seen.append((i.solved, e)) or fitted(self, i, e))
+    result = run(trained_folder, "lambada", data=made, shots=5)["lambada"].first
+    assert "no training split" in result.notes[0]
+    assert len(seen) == 41 and all(solved not in examples and len(examples) == 5 for solved, examples in seen)
+
+
+def test_normalisation_by_unconditional_probability(trained_folder, tmp_path):
+    (tmp_path / "arc-easy").mkdir()
+    row = {
+        "question": "What does a cat eat?",
+        "choices": {"text": ["milk", "hay"], "label": ["A", "B"]},
+        "answerKey": "A",
+    }
+    write_rows(tmp_path / "arc-easy" / "test.jsonl", [row] * 3)
+    result = run(trained_folder, "arc-easy", data=tmp_path, protocol="gpt3-paper")["arc-easy"].first
+    assert (
+        result.headline == "acc_unconditional" and result.scored == 4
+    )  # two candidates, with and without the question
+
+
+# ---- made and collected rows -------------------------------------------------------------------------------------
+
+
+def test_arithmetic_is_right():
+    for name in ("2d-plus", "5d-minus", "2d-times", "1d-composite"):
+        rows = list(made.sums(name))
+        assert len(rows) == 2000 and rows == list(made.sums(name))
+        for row in rows[:50]:
+            sum_ = row["question"].replace("plus", "+").replace("minus", "-").replace("times", "*")
+            assert eval(sum_) == int(row["answer"])
+
+
+def test_scrambled_words_keep_their_letters():
+    for kind in ("cycle", "anagrams-1", "anagrams-2", "reversed", "insertion"):
+        for row in list(made.scrambles(kind))[:50]:
+            letters = re.sub("[^a-z]", "", row["scrambled"])
+            assert sorted(letters) == sorted(row["word"])
+            if kind == "anagrams-2":
+                assert letters[:2] == row["word"][:2] and letters[-2:] == row["word"][-2:]
+
+
+def test_made_tasks_run(trained_folder):
+    result = run(trained_folder, "arithmetic-2d-plus", limit=5, protocol="gpt3-paper")["arithmetic-2d-plus"].first
+    assert result.items == 5 and result.data == "made"
+
+
+def test_the_childrens_book_test(tmp_path):
+    lines = [f"{n} Sentence {n} ." for n in range(1, 21)]
+    question = "21 `` I saw the XXXXX , '' he said .\tdog\t\tcat|dog|cow"
+    file = tmp_path / "cbtest_CN_test.txt"
+    file.write_text("\n".join([*lines, question]) + "\n\n")
+    (row,) = book_file(file)
+    (item,) = TASKS["cbt-cn"].build(row, PROTOCOLS["gpt2-paper"])
+    assert item.gold == 1 and item.contexts[0].endswith('Sentence 20. "I saw the')
+    assert item.continuations[1] == ' dog," he said.'
+
+
+def test_winograd_fully_and_partly():
+    row = Row({"text": "Ann paid Eve because she was rich.", "pronoun": "she", "pronoun_loc": 21,
+               "options": ["Ann", "Eve"], "label": 0}, "row 1")  # fmt: skip
+    (part,) = TASKS["winograd"].build(row, PROTOCOLS["gpt2-paper"])
+    (full,) = TASKS["winograd-full"].build(row, PROTOCOLS["gpt2-paper"])
+    assert part.contexts[0] == "Ann paid Eve because Ann" and part.continuations[0] == " was rich."
+    assert full.contexts == ("", "") and full.continuations[1] == "Ann paid Eve because Eve was rich."
+
+
+@pytest.mark.parametrize("task", ["cola-gpt1", "rte-gpt1", "sst2-gpt1", "cola", "rte"])
+def test_glue_without_training(trained_folder, shared, task):
+    result = run(trained_folder, task, data=shared / "data", limit=12)[task].first
+    assert result.items == 12
+    if task in ("cola-gpt1", "rte-gpt1"):
+        assert "training items" in result.notes[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("task", ["squad", "multi30k-en-de"])
+def test_written_answers(trained_folder, shared, task):
+    result = run(trained_folder, task, data=shared / "data", limit=2)[task].first
+    assert result.items == 2 and result.tokens > 0
+
+
+def test_every_task_says_what_it_needs():
+    for name, task in TASKS.items():
+        assert task_called(name) is task
+        assert task.make is not None or task.hub is not None or task.files, name
+
+
+def test_own_blanks_and_targets(masked_folder, trained_folder, tmp_path):
+    blanks = write_rows(tmp_path / "blank.jsonl", [{"text": "The cat ate [MASK].", "answer": "milk"}])
+    assert run(masked_folder, str(blanks))["blank"].first.headline == "exact_match"
+    ends = write_rows(tmp_path / "ends.jsonl", [{"context": "The cat ate", "target": "milk."}])
+    assert run(trained_folder, str(ends))["ends"].first.metrics["acc"].value in (0.0, 1.0)
+    odd = write_rows(tmp_path / "odd.jsonl", [{"a": 1}])
+    with pytest.raises(UserError, match="line 1: a row should have context, choices and answer"):
+        run(trained_folder, str(odd))
+    assert json.loads(ends.read_text())["target"] == "milk."
