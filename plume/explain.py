@@ -8,7 +8,7 @@ import base64
 import html
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from plume.config import UserError
 from plume.heads import TOKEN_HEADS, Model
 from plume.model import Transformer
+from plume.text import Tokenizer
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -436,6 +437,25 @@ def explain(
     return Explanation(model, tokens, spell=spell, segments=segments)
 
 
+def explain_text(model: Model, tokenizer: Tokenizer, text: str | Sequence[int]) -> Explanation:
+    """The same for a text or its ids, with what the family puts around a text that is read from both sides."""
+    ids = tokenizer.encode(text) if isinstance(text, str) else list(text)
+    segments = None
+    if not model.config.causal:
+        ids, segments = tokenizer.wrap(ids)
+    two = segments is not None and model.config.segments > 1
+    return Explanation(model, ids, spell=lambda t: spelled(tokenizer, t), segments=segments if two else None)
+
+
+def spelled(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text; bytes that are only a part of a character are written out."""
+    raw = tokenizer.piece_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in raw)
+
+
 # ---- small helpers -----------------------------------------------------------------------------------------------
 
 
@@ -480,6 +500,8 @@ def as_json(value: Any) -> Any:
         return as_json(value.tolist())
     if isinstance(value, list | tuple):
         return [as_json(v) for v in value]
+    if isinstance(value, Mapping):
+        return {name: as_json(v) for name, v in value.items()}
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,35 @@ def coded(vector: np.ndarray[Any, Any], form: str | None) -> str | list[float]:
     if form == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
     return [float(x) for x in vector]
+
+
+# ---- fine-tuned heads --------------------------------------------------------------------------------------------
+
+
+async def classify(served: Served, asked: schemas.TextsRequest) -> dict[str, Any]:
+    if served.lm.head not in ("classify", "similarity"):
+        raise wrong_model(served, "classify")
+    texts = [asked.input] if isinstance(asked.input, str) else asked.input
+    pairs = [asked.pair] if isinstance(asked.pair, str) else asked.pair
+    if pairs is not None and len(pairs) != len(texts):
+        raise ApiError(400, f"{len(texts)} texts have {len(pairs)} pairs; each needs one", param="pair")
+    found = await served.think(lambda: served.lm.classify(texts, pairs))
+    rows = [{"index": i, **(as_json(one) if is_dataclass(one) else {"value": one})} for i, one in enumerate(found)]
+    return {"object": "list", "model": served.name, "data": rows}
+
+
+async def tag(served: Served, asked: schemas.TagRequest) -> dict[str, Any]:
+    if served.lm.head != "tag":
+        raise wrong_model(served, "tag words")
+    (found,) = await served.think(lambda: served.lm.tag([asked.input]))
+    return {"object": "list", "model": served.name, "data": as_json(found)}
+
+
+async def answer(served: Served, asked: schemas.AnswerRequest) -> dict[str, Any]:
+    if served.lm.head != "span":
+        raise wrong_model(served, "answer questions")
+    found = await served.think(lambda: served.lm.answer(question=asked.question, context=asked.context))
+    return {"model": served.name, **as_json(found)}
 
 
 def wrong_model(served: Served, what: str) -> ApiError:

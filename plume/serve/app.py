@@ -135,6 +135,21 @@ def install_analysis(app: FastAPI, models: Models) -> None:
         """How a text is cut: ids, pieces, bytes, places."""
         return await analysis.tokenize(await models.get(asked.model), asked)
 
+    @app.post("/v1/classify", tags=["reading"])
+    async def classify(asked: schemas.TextsRequest) -> dict[str, Any]:
+        """A label for each text, or for each pair of texts."""
+        return await analysis.classify(await models.get(asked.model), asked)
+
+    @app.post("/v1/tag", tags=["reading"])
+    async def tag(asked: schemas.TagRequest) -> dict[str, Any]:
+        """A tag for each word."""
+        return await analysis.tag(await models.get(asked.model), asked)
+
+    @app.post("/v1/answer", tags=["reading"])
+    async def answer(asked: schemas.AnswerRequest) -> dict[str, Any]:
+        """The stretch of a context that answers a question."""
+        return await analysis.answer(await models.get(asked.model), asked)
+
     @app.post("/v1/explain", tags=["reading"])
     async def explain(asked: schemas.ExplainRequest) -> dict[str, Any]:
         """Attention, the numbers of one head, or what each layer would say."""

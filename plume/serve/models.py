@@ -89,12 +89,9 @@ class Served:
     # -- texts
 
     def spell(self, token: int) -> str:
-        """A token's text; bytes that are only a part of a character are written out."""
-        raw = self.lm.tokenizer.piece_bytes(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "".join(f"\\x{byte:02x}" for byte in raw)
+        from plume.explain import spelled
+
+        return spelled(self.lm.tokenizer, token)
 
     def tokens_of(self, text: str | None, tokens: Sequence[int] | None, *, start: bool = False) -> list[int]:
         """The ids of a request's text. An empty one may stand for the start token."""
@@ -118,15 +115,13 @@ class Served:
 
     def explanation(self, ids: Sequence[int]) -> Explanation:
         """One text inside the model; the last few are kept, since a page asks many things about one text."""
-        from plume.explain import explain
+        from plume.explain import explain_text
 
         key = tuple(ids)
         with self._lock:
             if (found := self._explained.get(key)) is None:
-                wrapped, segments = (list(ids), None) if self.lm.config.causal else self.lm.tokenizer.wrap(ids)
-                self.check_length(wrapped)
-                two = segments is not None and self.lm.config.segments > 1
-                found = explain(self.lm.model, wrapped, spell=self.spell, segments=segments if two else None)
+                self.check_length(list(ids) if self.lm.config.causal else self.lm.tokenizer.wrap(ids)[0])
+                found = explain_text(self.lm.model, self.lm.tokenizer, ids)
                 self._explained[key] = found
                 while len(self._explained) > 1 and sum(map(len, self._explained)) > TOKENS_REMEMBERED:
                     self._explained.popitem(last=False)

@@ -48,6 +48,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "other": tiny("openai-gpt", "next-token", place / "other", TokenizerConfig(kind="characters")),
         "bert": tiny("bert-tiny", "masked-token", place / "bert", pieces),
         "labels": tiny("bert-tiny", "classify", place / "labels", pieces, labels=("bad", "good")),
+        "tags": tiny("bert-tiny", "tag", place / "tags", pieces, labels=("O", "NAME", "PLACE")),
+        "spans": tiny("bert-tiny", "span", place / "spans", pieces),
     }
 
 

@@ -44,7 +44,7 @@ def logprobs_of(theirs, ids) -> torch.Tensor:
 
 def test_models_are_listed(ai):
     listed = {model.id: model for model in ai.models.list()}
-    assert list(listed) == ["gpt", "other", "bert", "labels"]
+    assert list(listed) == ["gpt", "other", "bert", "labels", "tags", "spans"]
     assert ai.models.retrieve("bert").id == "bert"
     assert listed["gpt"].plume["writes"] and listed["bert"].plume["masks"] and not listed["labels"].plume["predicts"]
 
@@ -246,6 +246,33 @@ def test_masked_models_fill_and_score(client, models):
     assert len(scored["surprisal"]) == len(tokenizer.encode("the robot must obey"))
 
 
+def test_labels_tags_and_answers_equal_transformers(client, models):
+    tokenizer = load_tokenizer(models["labels"])
+    kind = transformers.BertForSequenceClassification
+    theirs = kind.from_pretrained(models["labels"]).eval()
+    answer = client.post("/v1/classify", json={"model": "labels", "input": ["the robot", "once upon a time"]}).json()
+    for row, text in zip(answer["data"], ["the robot", "once upon a time"], strict=True):
+        ids, _ = tokenizer.wrap(tokenizer.encode(text))
+        with torch.no_grad():
+            p = theirs(torch.tensor([ids])).logits[0].softmax(-1)
+        assert row["label"] == ("bad", "good")[int(p.argmax())]
+        assert row["probabilities"] == pytest.approx({"bad": float(p[0]), "good": float(p[1])}, abs=1e-4)
+    words = ["the", "robot", "must", "obey"]
+    tagged = client.post("/v1/tag", json={"model": "tags", "input": words}).json()["data"]
+    assert [row["word"] for row in tagged] == words and {row["tag"] for row in tagged} <= {"O", "NAME", "PLACE"}
+    asked = {"model": "spans", "question": "who must obey?", "context": "the robot must obey the human"}
+    found = client.post("/v1/answer", json=asked).json()
+    assert found["text"] == asked["context"][found["start"] : found["end"]]
+    for path, body in (
+        ("classify", {"input": "x"}),
+        ("tag", {"input": ["x"]}),
+        ("answer", {"question": "x", "context": "y"}),
+    ):
+        refused = client.post(f"/v1/{path}", json={"model": "gpt", **body})
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "wrong_model"
+    assert client.post("/v1/classify", json={"model": "labels", "input": " "}).status_code == 400
+
+
 def test_tokenize_shows_pieces_bytes_and_merges(client, tokenizer):
     text = "The robot 你好"
     answer = client.post("/v1/tokenize", json={"model": "gpt", "text": text}).json()
@@ -375,10 +402,11 @@ def test_only_this_machines_names_are_answered_without_keys(client):
     assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
 
 
-def test_a_client_that_goes_away_frees_its_place(client, server):
+def test_a_client_that_goes_away_frees_its_place(client, server, tokenizer):
     served = server.app.state.models._open["gpt"]
     before = served.scheduler.counters.cancelled
-    body = {"model": "gpt", "prompt": PROMPT, "max_tokens": 3000, "overflow": "slide", "stream": True, "logit_bias": {}}
+    endless = {"max_tokens": 4000, "overflow": "slide", "logit_bias": {str(tokenizer.end): -1000}}
+    body = {"model": "gpt", "prompt": PROMPT, "stream": True, **endless}
     with client.stream("POST", "/v1/completions", json=body) as stream:
         next(stream.iter_lines())
     with pytest.raises(httpx.ReadTimeout):

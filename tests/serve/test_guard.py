@@ -1,0 +1,265 @@
+"""Keys, limits, slow clients, a full queue, stopping: the right status, and the server lives on."""
+
+import hashlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import httpx
+import pytest
+from conftest import run_server
+
+from plume.cli import served
+from plume.config import ServeConfig, UserError
+from plume.serve import guard, new_key
+from plume.serve.guard import Limiter
+from plume.serve.models import named
+from plume.text import load_tokenizer
+
+
+ASK = {"model": "gpt", "prompt": "The robot", "max_tokens": 4}
+
+
+@contextmanager
+def serving(config, **fields):
+    running = run_server(replace(config, **fields))
+    site = next(running)
+    try:
+        with httpx.Client(base_url=site.url, timeout=30) as client:
+            yield site, client
+    finally:
+        with pytest.raises(StopIteration):
+            next(running)
+
+
+@pytest.fixture(scope="module")
+def small(serve_config, models) -> ServeConfig:
+    return replace(serve_config, models=(str(models["gpt"]),), runs=None)
+
+
+@pytest.fixture(scope="module")
+def endless(models) -> dict:
+    """A request that goes on for long: the end token is forbidden, and the window slides."""
+    end = load_tokenizer(models["gpt"]).end
+    return {
+        "model": "gpt",
+        "prompt": "The robot",
+        "max_tokens": 4000,
+        "overflow": "slide",
+        "logit_bias": {str(end): -1000},
+    }
+
+
+def test_keys_are_needed_and_compared_by_hash(small):
+    key, hashed = new_key()
+    assert hashlib.sha256(key.encode()).hexdigest() == hashed
+    with serving(small, keys=(hashed, "0" * 64)) as (site, client):
+        for sent in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": f"Bearer {hashed}"},
+            {"authorization": key[:-1]},
+        ):
+            answer = client.post("/v1/completions", json=ASK, headers=sent)
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        right = {"authorization": f"Bearer {key}", "host": "plume.example"}
+        assert client.post("/v1/completions", json=ASK, headers=right).status_code == 200
+        assert client.get("/metrics").status_code == 401 and client.get("/v1/runs").status_code == 401
+        for path in ("/", "/static/app.js", "/healthz", "/readyz", "/docs"):
+            assert client.get(path).status_code == 200
+        assert key not in site.log.getvalue()
+
+
+def test_a_server_open_to_others_needs_keys():
+    with pytest.raises(UserError, match="needs keys"):
+        ServeConfig(models=("x",), host="0.0.0.0")
+    with pytest.raises(UserError, match="not a sha256"):
+        ServeConfig(models=("x",), keys=("secret",))
+    assert ServeConfig(models=("x",), host="0.0.0.0", keys=(new_key()[1],)).keys
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [({"port": 70_000}, "port"), ({"batch": 0}, "batch"), ({"timeout": 0}, "timeout"), ({"rate": -1}, "rate")],
+)
+def test_settings_are_checked(fields, word):
+    with pytest.raises(UserError, match=word):
+        ServeConfig(models=("x",), **fields)
+
+
+def test_models_get_names(tmp_path):
+    (tmp_path / "a" / "demo").mkdir(parents=True)
+    assert named((str(tmp_path / "a" / "demo"), "gpt2", f"mine={tmp_path}")) == {
+        "demo": str(tmp_path / "a" / "demo"),
+        "gpt2": "gpt2",
+        "mine": str(tmp_path),
+    }
+    with pytest.raises(UserError, match="two models"):
+        named(("x/demo", "demo=y", "demo=z"))
+    with pytest.raises(UserError, match="no model"):
+        named(())
+
+
+def test_a_rate_is_kept_by_client():
+    limiter = Limiter(60)
+    assert [limiter.take("a", 0.0) for _ in range(10)] == [0.0] * 10
+    assert limiter.take("a", 0.0) == pytest.approx(1.0)
+    assert limiter.take("b", 0.0) == 0.0
+    assert limiter.take("a", 1.5) == 0.0
+
+
+def test_too_many_requests_are_told_to_come_again(small):
+    with serving(small, rate=6.0) as (_, client):
+        answers = [client.get("/v1/models") for _ in range(4)]
+        assert answers[0].status_code == 200 and answers[-1].status_code == 429
+        assert 1 <= int(answers[-1].headers["retry-after"]) <= 11
+        assert answers[-1].json()["error"]["type"] == "rate_limit_error"
+        assert client.get("/healthz").status_code == 200
+
+
+def test_a_full_queue_answers_429_and_recovers(small, endless):
+    long = endless | {"stream": True}
+    with serving(small, batch=1, queue=2) as (site, client):
+        scheduler = site.app.state.models._open["gpt"].scheduler
+        streams = [client.stream("POST", "/v1/completions", json=long) for _ in range(3)]
+        for stream in streams:
+            stream.__enter__()
+        refused = client.post("/v1/completions", json=ASK)
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        assert client.post("/v1/next-tokens", json={"model": "gpt", "text": "a"}).status_code == 200
+        for stream in streams:
+            stream.__exit__(None, None, None)
+        until = time.monotonic() + 10
+        while scheduler.active + scheduler.waiting and time.monotonic() < until:
+            time.sleep(0.02)
+        assert client.post("/v1/completions", json=ASK).status_code == 200
+
+
+def test_time_runs_out_with_408_or_a_last_event(small, endless):
+    with serving(small, timeout=0.3) as (_, client):
+        answer = client.post("/v1/completions", json=endless)
+        assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout"
+        lines = client.post("/v1/completions", json=endless | {"stream": True}).text.strip().splitlines()
+        assert json.loads(lines[-1][6:])["error"]["code"] == "timeout"
+        assert client.post("/v1/completions", json=ASK).status_code == 200
+
+
+def test_large_and_chunked_bodies_are_cut_off(small):
+    with serving(small, max_body=1000) as (_, client):
+        big = json.dumps({**ASK, "prompt": "x" * 2000}).encode()
+        headers = {"content-type": "application/json"}
+        assert client.post("/v1/completions", content=big, headers=headers).status_code == 413
+        pieces = (big[i : i + 100] for i in range(0, len(big), 100))
+        assert client.post("/v1/completions", content=pieces, headers=headers).status_code == 413
+        assert client.post("/v1/completions", json=ASK).status_code == 200
+
+
+def test_a_slow_body_is_not_waited_for(small, monkeypatch):
+    monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
+    with serving(small) as (site, client):
+        host, port = site.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as slow:
+            head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            slow.sendall(f"{head}content-length: 500\r\n\r\n".encode() + b'{"model":')
+            assert b" 408 " in slow.recv(4096).split(b"\r\n")[0]
+        assert client.get("/healthz").status_code == 200
+
+
+def test_a_reader_that_reads_slowly_gets_everything(small):
+    with serving(small) as (_, client):
+        body = {**ASK, "max_tokens": 50, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = []
+            for line in stream.iter_lines():
+                time.sleep(0.005)
+                lines += [line] if line else []
+        assert lines[-1] == "data: [DONE]" and len(lines) > 40
+
+
+# ---- the process
+
+
+def start(config_words, tmp_path):
+    command = [sys.executable, "-m", "plume", "serve", *config_words]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(command, stderr=log, stdout=subprocess.DEVNULL, cwd=tmp_path)
+    until = time.monotonic() + 90
+    while " at http" not in (said := (tmp_path / "log").read_text()):
+        assert process.poll() is None and time.monotonic() < until, said
+        time.sleep(0.05)
+    return process, said.split(" at ")[1].split()[0]
+
+
+def test_sigterm_lets_running_requests_end(models, endless, tmp_path):
+    words = [str(models["gpt"]), "--port", "0", "--engine.engine", "torch", "--access-log", str(tmp_path / "access")]
+    process, url = start(words, tmp_path)
+    answers: list[str] = []
+
+    def ask() -> None:
+        body = endless | {"max_tokens": 300, "stream": True}
+        with httpx.stream("POST", f"{url}v1/completions", json=body, timeout=60) as stream:
+            answers.extend(stream.iter_lines())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while len(answers) < 4:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    thread.join(60)
+    assert process.wait(30) in (0, -signal.SIGTERM)
+    events = [line for line in answers if line]
+    assert events[-1] == "data: [DONE]" and len(events) > 200
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}healthz")
+    (row,) = [json.loads(line) for line in (tmp_path / "access").read_text().splitlines()]
+    assert row["status"] == 200 and row["completion_tokens"] == 300
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere/at/all"], "there is no folder"),
+        ([], "no model is named"),
+        (["x", "--prot", "9"], "did you mean port"),
+        (["x", "--host", "0.0.0.0"], "needs keys"),
+    ],
+)
+def test_mistakes_at_the_command_line_are_one_message(words, message, capsys, tmp_path, monkeypatch):
+    from plume.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", *words, "--port", "0"] if "--prot" not in words else ["serve", *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said and "Traceback" not in said
+
+
+def test_a_taken_port_is_named(models, capsys):
+    from plume.cli import main
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["serve", str(models["gpt"]), "--port", str(port)]) == 2
+    assert "cannot be used" in capsys.readouterr().err
+
+
+def test_a_recipe_and_words_make_the_same_config(tmp_path):
+    recipe = tmp_path / "serve.toml"
+    recipe.write_text('models = ["a", "b"]\nport = 9000\n[engine]\nprecision = "int8"\n')
+    assert served([str(recipe)]) == served(["a", "b", "--port", "9000", "--engine.precision", "int8"])
+
+
+def test_a_new_key_is_printed_once(capsys):
+    from plume.cli import main
+
+    assert main(["serve", "--new-key"]) == 0
+    said = capsys.readouterr().out.split()
+    key, hashed = said[1], said[3]
+    assert hashlib.sha256(key.encode()).hexdigest() == hashed
