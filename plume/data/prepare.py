@@ -156,7 +156,7 @@ def training_texts(config: DataConfig, work: Path) -> Iterator[str]:
 
 def nothing_left(config: DataConfig, work: Path, tallies: list[Tally]) -> UserError:
     """Why there is no document at all; there is nothing to go on with either."""
-    shutil.rmtree(work)
+    shutil.rmtree(work, ignore_errors=True)
     if not any(config.folder.iterdir()):
         config.folder.rmdir()
     tally = Tally()
