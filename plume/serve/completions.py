@@ -16,10 +16,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from plume.config import SamplingConfig
 from plume.generate import sampling
-from plume.generate.continuation import Choice, Continuation, fresh_seed
+from plume.generate.continuation import Choice, fresh_seed
 from plume.serve.errors import ApiError, as_api_error
 from plume.serve.models import Served
-from plume.serve.scheduler import Move, Ticket
+from plume.serve.scheduler import Insulated, Move, Ticket
 from plume.serve.schemas import CompletionRequest
 
 ROWS = 64  # rows of logits that are looked at together when a prompt is scored
@@ -31,7 +31,7 @@ def sampling_config(asked: CompletionRequest) -> SamplingConfig:
     bias = {} if asked.logit_bias is None else {int(token): value for token, value in asked.logit_bias.items()}
     return SamplingConfig(
         max_new_tokens=16 if asked.max_tokens is None else max(1, asked.max_tokens),
-        temperature=1.0 if asked.temperature is None else asked.temperature,
+        temperature=1.0 if asked.temperature is None else asked.temperature if asked.temperature > 1e-3 else 0.0,
         top_k=None if asked.top_k in (None, 0) else asked.top_k,
         top_p=None if asked.top_p in (None, 1.0) else asked.top_p,
         min_p=asked.min_p,
@@ -142,9 +142,9 @@ class Completion:
     def tickets(self) -> list[Ticket]:
         return [answer.ticket for answer in self.answers if answer.ticket is not None]
 
-    def _continuation(self, prompt: list[int], seed: int, sample: int) -> Continuation:
+    def _continuation(self, prompt: list[int], seed: int, sample: int) -> Insulated:
         lm = self.served.lm
-        return Continuation(
+        return Insulated(
             prompt, self.config, tokenizer=lm.tokenizer, context=self.served.engine.capacity,
             vocab_size=lm.config.vocab_size, seed=seed, sample=sample,
         )  # fmt: skip

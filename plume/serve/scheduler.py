@@ -40,11 +40,24 @@ class Move:
     error: Exception | None = None
 
 
+class Insulated(Continuation):
+    """A continuation whose own failure ends it alone, not the step that others share with it."""
+
+    error: Exception | None = None
+
+    def accept(self, logits: Logits, guesses: Sequence[int]) -> int:
+        try:
+            return super().accept(logits, guesses)
+        except Exception as error:
+            self.error, self.finish_reason = error, "error"
+            return 0
+
+
 @dataclass(eq=False)
 class Ticket:
     """One sequence on its way through the scheduler."""
 
-    continuation: Continuation
+    continuation: Insulated
     client: str
     deadline: float
     on_move: Callable[[Move], None]  # called in the scheduler's thread; must not block
@@ -58,7 +71,7 @@ class Ticket:
         self.told += len(new)
         if new and self.first_token is None:
             self.first_token = time.monotonic()
-        return Move(self.continuation.news(), new, self.continuation.finish_reason)
+        return Move(self.continuation.news(), new, self.continuation.finish_reason, self.continuation.error)
 
 
 @dataclass(frozen=True)
@@ -198,7 +211,8 @@ class Scheduler:
             self.counters.tokens += len(move.choices)
             if move.finish_reason is not None:
                 del self._seated[id(continuation)]
-                self.counters.finished += 1
+                self.counters.finished += move.error is None
+                self.counters.failed += move.error is not None
                 self._seconds += 0.1 * (time.monotonic() - ticket.arrived - self._seconds)
             ticket.on_move(move)
 
@@ -247,9 +261,9 @@ class Scheduler:
         self._inbox.clear()
         while self._looks:
             self._looks.popleft().answer.set_exception(error)
-        for slot in range(self.runner.engine.slots):
+        for slot, read in enumerate(self.runner.read):
             self.runner.engine.rewind(slot, 0)
-            self.runner.read[slot].clear()
+            read.clear()
 
 
 class ScheduledRunner:

@@ -61,7 +61,7 @@ class CompletionRequest(Request):
     ) = Field(default=None, description="text or token ids, one or many; unset samples from the start token")
     max_tokens: int | None = Field(default=16, ge=0, le=1_000_000)
     temperature: float | None = Field(default=1.0, ge=0, le=100)
-    top_p: float | None = Field(default=1.0, gt=0, le=1)
+    top_p: float | None = Field(default=1.0, ge=1e-6, le=1)
     n: int | None = Field(default=1, ge=1, le=128)
     best_of: int | None = Field(default=None, ge=1, le=128)
     stream: bool | None = False
@@ -85,9 +85,9 @@ class CompletionRequest(Request):
     top_k: int | None = Field(
         default=None, ge=0, le=1_000_000, description="only the k likeliest; 0 or unset means all"
     )
-    min_p: float | None = Field(default=None, gt=0, le=1)
-    typical_p: float | None = Field(default=None, gt=0, le=1)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    min_p: float | None = Field(default=None, ge=1e-6, le=1)
+    typical_p: float | None = Field(default=None, ge=1e-6, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     heal: bool = Field(default=False, description="let the first token complete a word that the prompt's end has cut")
     overflow: Literal["refuse", "truncate", "slide"] = "refuse"
 

@@ -22,7 +22,6 @@ from plume.serve.guard import Limiter
 from plume.serve.models import named
 from plume.text import load_tokenizer
 
-
 ASK = {"model": "gpt", "prompt": "The robot", "max_tokens": 4}
 
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from plume.config import PRESETS, SamplingConfig
-from plume.generate.continuation import Continuation
 from plume.generate.engine import Feed
 from plume.generate.runner import Runner
-from plume.serve.scheduler import Busy, Scheduler, Ticket, TimedOut
+from plume.serve.scheduler import Busy, Insulated, Scheduler, Ticket, TimedOut
 from plume.text import load_tokenizer
 
 
@@ -77,7 +76,7 @@ def scheduler(engine):
 def ticket(tokenizer, first=1, *, client="a", tokens=5, seconds=30.0):
     moves = queue.Queue()
     config = SamplingConfig(max_new_tokens=tokens, temperature=0, ignore_end=True)
-    continuation = Continuation([first], config, tokenizer=tokenizer, context=64, vocab_size=100, seed=0)
+    continuation = Insulated([first], config, tokenizer=tokenizer, context=64, vocab_size=100, seed=0)
     made = Ticket(continuation, client, time.monotonic() + seconds, moves.put)
     return made, moves
 
@@ -201,6 +200,17 @@ def test_a_broken_step_is_told_and_the_next_request_works(scheduler, engine, tok
     assert written(after) == [21, 22, 23, 24, 25]
 
 
+def test_one_that_fails_does_not_take_the_others_with_it(scheduler, tokenizer):
+    bad, bad_moves = ticket(tokenizer, first=1)
+    bad.continuation._pick = lambda row: 1 // 0
+    fine, moves = ticket(tokenizer, first=40)
+    scheduler.submit([bad, fine])
+    with pytest.raises(ZeroDivisionError):
+        written(bad_moves)
+    assert written(moves) == [41, 42, 43, 44, 45]
+    assert scheduler.counters.failed == 1 and scheduler.counters.finished == 1
+
+
 def test_looks_are_answered_while_all_seats_are_taken(scheduler, engine, tokenizer):
     made = [ticket(tokenizer, first=10 * i, tokens=40) for i in range(1, 4)]
     scheduler.submit([t for t, _ in made])
@@ -215,7 +225,7 @@ def test_a_shared_beginning_is_read_once(scheduler, engine, tokenizer):
     scheduler.look(prompt).result(10)
     config = SamplingConfig(max_new_tokens=2, temperature=0, ignore_end=True)
     moves = queue.Queue()
-    again = Continuation([*prompt, 70], config, tokenizer=tokenizer, context=64, vocab_size=100, seed=0)
+    again = Insulated([*prompt, 70], config, tokenizer=tokenizer, context=64, vocab_size=100, seed=0)
     before = scheduler.runner.reused_tokens
     scheduler.submit([Ticket(again, "a", time.monotonic() + 10, moves.put)])
     assert written(moves) == [71, 72]
