@@ -1,4 +1,4 @@
-"""What pretraining is worth: a small model pretrained here, then fine-tuned on GLUE's files, against the same one without.
+"""What pretraining is worth: a small model pretrained here and fine-tuned on GLUE's files, and the same one without.
 
     python -m benchmarks.transfer --data FOLDER --family gpt --out runs/transfer
 
@@ -47,9 +47,13 @@ def base_model(family: str, data: Path, out: Path, steps: int) -> Path:
             train=TrainConfig(
                 steps=steps,
                 batch=32,
-                lr=2e-3,
-                warmup=steps // 20,
-                weight_decay=0.01,
+                optimizer="muon",
+                lr=3e-3,
+                weight_decay=0.0,
+                schedule="constant-then-decay",
+                cooldown=0.5,
+                final_lr=0.0,
+                warmup=10,
                 validate_every=max(1, steps // 4),
                 validation_rows=64,
                 log_every=50,
@@ -65,6 +69,8 @@ def base_model(family: str, data: Path, out: Path, steps: int) -> Path:
             overwrite=True,
         )
     )
+    if not result.outcome.finished:
+        raise SystemExit("stopped while pretraining")
     print(f"pretrained {family}: {result.summary()} ({time.perf_counter() - began:.0f} s in all)", flush=True)
     return result.model
 
@@ -113,7 +119,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--family", choices=tuple(PRESET), default="gpt")
     parser.add_argument("--out", type=Path, default=Path("runs/transfer"))
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--tasks", nargs="*", default=["sst2"])
     parser.add_argument("--rows", type=int, default=5000)
     parser.add_argument("--seeds", type=int, default=3)

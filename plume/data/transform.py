@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plume.config import UserError, did_you_mean
-from plume.data.tasks import Example, Kind
+from plume.data.examples import Example, Kind
 from plume.text import Tokenizer
 
 IntArray = npt.NDArray[np.int32]

@@ -52,6 +52,14 @@ def grow_table(model: Model, vocab_size: int) -> int:
     return fresh
 
 
+def check_adapt(config: AdaptConfig, layers: int) -> None:
+    """Before anything is loaded: a model of so many layers can be adapted like this."""
+    for name in ("freeze_layers", "transfer_layers"):
+        value = getattr(config, name)
+        if value is not None and value > layers:
+            raise UserError(f"{name}={value} is more than the model's {layers} layers")
+
+
 def stacks(model: Model) -> list[Transformer]:
     if isinstance(model.body, EncoderDecoder):
         return [model.body.encoder, model.body.decoder]
@@ -80,8 +88,6 @@ def keep_layers(model: Model, transferred: int | None) -> None:
     if transferred is None:
         return
     blocks = layers_of(model)
-    if transferred > len(blocks):
-        raise UserError(f"transfer_layers={transferred} is more than the model's {len(blocks)} layers")
     if transferred < 0:
         for stack in stacks(model):
             renew(stack, stack)
@@ -110,8 +116,6 @@ class Freezer:
     def __init__(self, model: Model, config: AdaptConfig) -> None:
         self.model, self.config = model, config
         self.blocks = layers_of(model)
-        if config.freeze_layers > len(self.blocks):
-            raise UserError(f"freeze_layers={config.freeze_layers} is more than the model's {len(self.blocks)} layers")
         frozen_body = config.mode == "features"
         self.bottom = len(self.blocks) if frozen_body else config.freeze_layers  # never learn
         if frozen_body or config.freeze_layers:

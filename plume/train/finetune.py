@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -12,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from plume.config import FinetuneConfig, TrainConfig, UserError
-from plume.data.tasks import Example, TaskData, load_task
+from plume.data.examples import Example
+from plume.data.tasks import TaskData, load_task
 from plume.data.transform import ready
 from plume.heads import Model
 from plume.text import Tokenizer, load_tokenizer
@@ -30,20 +29,21 @@ from plume.train.jobs import (
     Prediction,
     SpanJob,
     TagJob,
-    hidden_states,
+    settings_from,
 )
-from plume.train.labelled import Grouped, Labelled, LabelledBatch
+from plume.train.judge import JUDGED, best_null, measure, predict, sign, write_predictions
+from plume.train.labelled import Grouped, Labelled
 from plume.train.loop import Task, Trainer
-from plume.train.objectives import Tokens, token_loss
+from plume.train.objectives import Tokens
 from plume.train.pretrain import no_trace_of_failure, open_folder
 from plume.train.ranks import Ranks, join
 from plume.train.report import describe_data, describe_run, plot_confusion, plot_curves
+from plume.train.task_loss import TaskObjective
 from plume.train.translate import Pairs
 from plume.weights import load_model, read_config, read_json, resolve, save_model, write_json
 
 FEW = 5000  # training rows below which results depend on the seed so much that one run says little
 SEEDS = 3
-JUDGED = 64  # items at a time when measuring
 Writer = Callable[[Model, Tokenizer, Sequence[str], int], list[str]]  # texts for sources, by so many beams
 
 
@@ -81,51 +81,6 @@ class FinetuneResult:
         return dict(metrics.summary([seed.score for seed in self.seeds]))
 
 
-# ---- the objective -----------------------------------------------------------------------------------------------
-
-
-class TaskObjective:
-    """The task's loss, and beside it the language model's on the same rows: L3 = L2 + auxiliary * L1.
-
-    L1 of a row is the mean over its tokens, and an item's rows count equally, so that long texts weigh no more.
-    """
-
-    def __init__(self, job: Job, auxiliary: float = 0.0, *, frozen_body: bool = False) -> None:
-        self.job, self.auxiliary, self.frozen_body = job, auxiliary, frozen_body
-        self.parts = {"task": 1.0, "language_model": auxiliary} if auxiliary else {"task": 1.0}
-
-    def counts(self, batch: LabelledBatch) -> Tensor:
-        counts = [self.job.counts(batch), float(len(batch))]
-        return torch.tensor(counts[: len(self.parts)], dtype=torch.float32)
-
-    def totals(self, model: Model, batch: LabelledBatch) -> Tensor:
-        if self.frozen_body:
-            model.body.eval()  # features must not change from one visit to the next
-            with torch.no_grad():
-                hidden = hidden_states(model, batch)
-        else:
-            hidden = hidden_states(model, batch)
-        totals = [self.job.losses(model, hidden, batch).sum()]
-        if self.auxiliary:
-            totals.append(language_model_total(model, hidden, batch))
-        return torch.stack(totals)
-
-
-def language_model_total(model: Model, hidden: Tensor, batch: LabelledBatch) -> Tensor:
-    """The sum over items of the mean over rows of the mean over tokens of the next-token loss."""
-    following = torch.arange(1, batch.tokens.shape[1], device=hidden.device) < batch.lengths[:, None]  # (R, T - 1)
-    rows_of_item = torch.bincount(batch.items, minlength=len(batch))[batch.items]  # (R,)
-    share = 1.0 / ((batch.lengths - 1).clamp(min=1) * rows_of_item)  # (R,)
-    weights = share[:, None].expand_as(following)[following]
-    return token_loss(
-        hidden[:, :-1][following],
-        model.table,
-        batch.tokens[:, 1:][following],
-        vocab_size=model.config.vocab_size,
-        weights=weights.to(hidden.dtype),
-    )
-
-
 # ---- what is trained ---------------------------------------------------------------------------------------------
 
 
@@ -154,6 +109,7 @@ def make_plan(config: FinetuneConfig, writer: Writer | None = None) -> Plan:
     said = read_config(place)
     data = load_task(config.task, seed=config.seed)
     check_family(said.model.decoder_layers > 0, data.kind, said.family.model_type)
+    adapt.check_adapt(config.adapt, said.model.layers + said.model.decoder_layers)
     tokenizer = load_tokenizer(place)
     causal = said.model.causal
     auxiliary = auxiliary_of(config, data.kind, causal)
@@ -308,44 +264,6 @@ class HeldOut:
         return self.data.batch(np.argsort(self.data.lengths, kind="stable")[first : first + rows])
 
 
-# ---- measuring ---------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def predict(
-    job: Job, model: Model, data: Labelled, examples: Sequence[Example], *, size: int = JUDGED
-) -> dict[int, Prediction]:
-    """The answer to every example. Logits live for one batch only."""
-    device = next(model.parameters()).device
-    batches = (batch.to(device) for batch in data.sweep(size))
-    return dict(job.predictions(model, data, examples, batches))
-
-
-def measure(job: Job, model: Model, data: Labelled, examples: Sequence[Example]) -> Any:
-    """The task's metric over a labelled set, taken in as the answers come."""
-    metric = job.metric()
-    device = next(model.parameters()).device
-    batches = (batch.to(device) for batch in data.sweep(JUDGED))
-    with torch.no_grad():
-        for number, prediction in job.predictions(model, data, examples, batches):
-            job.judge(metric, examples[number], prediction)
-    return metric
-
-
-def measure_texts(plan: Plan, model: Model, examples: Sequence[Example]) -> metrics.Texts:
-    assert plan.writer is not None
-    metric = metrics.Texts()
-    texts = plan.writer(model, plan.tokenizer, [e.fields["source"] for e in examples], plan.config.beams)
-    for example, text in zip(examples, texts, strict=True):
-        metric.add(example.label, text)
-    return metric
-
-
-def sign(metric: str) -> float:
-    """Makes lower better, as the loop wants it."""
-    return 1.0 if metric in metrics.LOWER_IS_BETTER else -1.0
-
-
 # ---- one seed ----------------------------------------------------------------------------------------------------
 
 
@@ -405,6 +323,15 @@ def run_seed(plan: Plan, seed: int, folder: Path, ranks: Ranks, precision: Preci
     return result
 
 
+def measure_texts(plan: Plan, model: Model, examples: Sequence[Example]) -> metrics.Texts:
+    assert plan.writer is not None
+    metric = metrics.Texts()
+    texts = plan.writer(model, plan.tokenizer, [e.fields["source"] for e in examples], plan.config.beams)
+    for example, text in zip(examples, texts, strict=True):
+        metric.add(example.label, text)
+    return metric
+
+
 def tuned_settings(plan: Plan, model: Model) -> JobSettings | None:
     """The job's settings with thresholds chosen on the validation rows, where that was asked or is needed."""
     job, examples = plan.job, plan.data.validation
@@ -426,23 +353,6 @@ def tuned_settings(plan: Plan, model: Model) -> JobSettings | None:
         settings = replace(settings, null_threshold=best_null(examples, given))
     job.settings = settings
     return settings
-
-
-def best_null(examples: Sequence[Example], given: dict[int, Prediction]) -> float:
-    """The advantage of no answer from which none is given, so that F1 is highest."""
-    order = sorted((p.scores["no_answer"] - p.scores["score"], i) for i, p in given.items())
-    gains = []
-    for _, i in order:
-        truths = [text for _, text in examples[i].label] or [""]
-        start, end = int(given[i].scores["start"]), int(given[i].scores["end"])
-        said = examples[i].fields["context"][start:end].strip()
-        gains.append(max(metrics.word_f1(t, said) for t in truths) - max(metrics.word_f1(t, "") for t in truths))
-    totals = np.concatenate([[0.0], np.cumsum(gains)])  # answer the first so many, refuse the rest
-    cut = int(np.argmax(totals))
-    values = [d for d, _ in order]
-    if cut == 0:
-        return values[0] - 1.0
-    return values[-1] + 1.0 if cut == len(values) else (values[cut - 1] + values[cut]) / 2
 
 
 def final_metrics(plan: Plan, model: Model) -> tuple[dict[str, float], float]:
@@ -578,19 +488,3 @@ def measure_test(plan: Plan, model: Model) -> dict[str, float] | None:
         job.judge(metric, examples[number], answer)
     found: dict[str, float] = metric.results()
     return found
-
-
-def settings_from(table: dict[str, Any]) -> JobSettings:
-    return JobSettings(**{**table, "labels": tuple(table["labels"]), "template": tuple(table["template"])})
-
-
-def write_predictions(path: Path, examples: Sequence[Example], answers: dict[int, Prediction]) -> None:
-    aside = path.with_name(f".{path.name}")
-    with aside.open("w", encoding="utf-8") as stream:
-        for number, example in enumerate(examples):
-            answer = answers[number]
-            row = {"where": example.where, "label": example.label, "prediction": answer.value, "scores": answer.scores}
-            if "id" in example.fields:
-                row["id"] = example.fields["id"]
-            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-    aside.replace(path)

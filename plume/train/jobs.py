@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from plume.config import UserError
-from plume.data.tasks import Example, Kind, Target
+from plume.data.examples import Example, Kind, Target
 from plume.data.transform import NO_LABEL, Cut, SpanTransform, TagTransform, Transform, Window
 from plume.heads import Classify, Model
 from plume.text import Tokenizer
@@ -39,6 +39,10 @@ class JobSettings:
     answer_length: int = 30
     threshold: float | None = None  # probability from which the second of two labels is given
     null_threshold: float | None = None  # how much better no answer must be than the best one; unset: always answer
+
+
+def settings_from(table: dict[str, Any]) -> JobSettings:
+    return JobSettings(**{**table, "labels": tuple(table["labels"]), "template": tuple(table["template"])})
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Labels:
         hits, truth, given, total = np.diag(c), c.sum(axis=1), c.sum(axis=0), c.sum()
         f1 = _ratio(2 * hits, truth + given)
         present = (truth + given) > 0
-        found = {"accuracy": float(hits.sum() / max(total, 1)), "f1_macro": float(f1[present].mean())}
+        found = {"accuracy": float(hits.sum() / max(total, 1)), "f1_macro": float(f1[present].mean()) if total else 0.0}
         if len(self.labels) == 2:
             found["f1"] = float(f1[1])
             found["precision"], found["recall"] = (float(_ratio(hits, by)[1]) for by in (given, truth))

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from plume.config import UserError
-from plume.data.tasks import Example, Kind
+from plume.data.examples import Example, Kind
 from plume.heads import Model
 from plume.text import Tokenizer
-from plume.train.finetune import predict, settings_from
-from plume.train.jobs import ChooseJob, Job, JobSettings, LabelJob, Prediction, SpanJob, TagJob
+from plume.train.jobs import ChooseJob, Job, JobSettings, LabelJob, Prediction, SpanJob, TagJob, settings_from
+from plume.train.judge import predict
 from plume.weights import read_json
 
 KIND_OF: dict[str, Kind] = {

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from tiny import config_of, tokenizer_of
 
-from plume.data.tasks import Example
+from plume.data.examples import Example
 from plume.data.transform import ready
 from plume.heads import Model
 from plume.train.adapt import grow_table
-from plume.train.finetune import TaskObjective
 from plume.train.jobs import ChooseJob, EmbedJob, JobSettings, LabelJob, SpanJob, TagJob
+from plume.train.task_loss import TaskObjective
 
 CAUSAL = ("gpt2", "openai-gpt")
 CLOSE = {"atol": 2e-5, "rtol": 2e-4}

@@ -1,0 +1,297 @@
+"""From a labelled file to a folder that transformers opens and that gives the same answers."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny import BAD, GOOD, random_base, tokenizer_of, write_reviews
+
+import plume
+from plume.config import AdaptConfig, FinetuneConfig, TaskConfig, UserError
+from plume.generate.translating import finetune
+from plume.train.labelled import Grouped, Labelled
+
+QUICK = {"epochs": 2.0, "batch": 16, "lr": 3e-3, "seeds": 1, "device": "cpu", "precision": "fp32", "validate_every": 5}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finetune")
+    for family in ("gpt2", "openai-gpt", "bert", "roberta", "marian"):
+        random_base(family, folder / family)
+    write_reviews(folder / "reviews.csv")
+    return folder
+
+
+def config_for(place, family, run, task, **more):
+    return FinetuneConfig(**{**QUICK, **more}, model=str(place / family), task=TaskConfig(**task), folder=place / run)
+
+
+def reviews(place):
+    return {"train": str(place / "reviews.csv")}
+
+
+@pytest.mark.parametrize("family", ["gpt2", "openai-gpt", "bert", "roberta"])
+def test_transformers_gives_the_same_labels(place, family):
+    result = finetune(config_for(place, family, f"run-{family}", reviews(place)))
+    said = [json.loads(line) for line in (result.folder / "predictions.jsonl").read_text().splitlines()]
+    pipeline = transformers.pipeline("text-classification", str(result.model), device="cpu")
+    texts = [*GOOD[:3], *BAD[:3]]
+    theirs = pipeline(texts, batch_size=3)  # the tokenizer wraps the texts, and padding is found, over there too
+    ours = plume.load(result.folder).classify(texts)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.label == b["label"] and a.probability == pytest.approx(b["score"], abs=1e-5)
+    assert said and all(row["prediction"] in ("neg", "pos") for row in said)
+    hits = sum(row["prediction"] == row["label"] for row in said) / len(said)
+    assert hits == pytest.approx(result.best.metrics["accuracy"])
+    for name in ("report.md", "results.json", "curve.png", "confusion.png"):
+        assert (result.folder / name).stat().st_size > 0
+    assert not (result.folder / "seed-0" / "checkpoints").exists()
+
+
+def test_a_set_that_can_be_learned_is_learned(place):
+    run = config_for(place, "bert", "learned", reviews(place), epochs=8.0, lr=5e-3, seeds=2)
+    result = finetune(run)
+    assert result.summary["median"] >= 0.9 and result.baseline == pytest.approx(0.5)
+    assert not any(seed.failed for seed in result.seeds) and len(result.seeds) == 2
+    report = (result.folder / "report.md").read_text()
+    assert "median" in report and "text = 'review' (guessed)" in report and "neg 50.0%" in report
+
+
+def test_a_run_that_learns_nothing_is_flagged(place):
+    result = finetune(config_for(place, "bert", "stuck", reviews(place), lr=1e-9, epochs=0.5))
+    assert result.seeds[0].failed and "FAILED" in (result.folder / "report.md").read_text()
+
+
+def test_resuming_keeps_finished_seeds_and_gives_the_same(place):
+    from dataclasses import replace
+
+    config = config_for(place, "gpt2", "resumed", reviews(place), epochs=1.0, seeds=2)
+    whole = finetune(config)
+    import shutil
+
+    shutil.rmtree(config.folder / "seed-1")
+    again = finetune(replace(config, resume=True))
+    assert [s.score for s in again.seeds] == [s.score for s in whole.seeds]
+    with pytest.raises(UserError, match="holds a run already"):
+        finetune(config)
+
+
+def test_a_regression_in_both_orders(place):
+    rows = [f"{a},{b},{1.5 if a == b else 0.25}" for a in GOOD for b in GOOD]
+    path = place / "sims.csv"
+    path.write_text("sentence1,sentence2,score\n" + "\n".join(rows) + "\n")
+    result = finetune(config_for(place, "gpt2", "sims", {"train": str(path), "kind": "similarity"}))
+    assert result.metric == "pearson"
+    lm = plume.load(result.folder)
+    both = lm.similarity(["a fine film", "what a joy"], ["what a joy", "a fine film"])
+    assert both[0] == pytest.approx(both[1], abs=1e-5)  # the order cannot matter
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(result.model)
+    assert model.config.num_labels == 1
+
+
+def test_choosing(place):
+    items = [{"context": good, "choices": [bad, good], "label": 1} for good, bad in zip(GOOD, BAD, strict=True)] * 6
+    path = place / "choices.jsonl"
+    path.write_text("\n".join(json.dumps({**item, "question": f"q{i}"}) for i, item in enumerate(items)))
+    result = finetune(config_for(place, "bert", "choices", {"train": str(path)}))
+    choice = plume.load(result.folder).choose("a fine film", ["a dull film", "a fine film"], question="q1")
+    assert choice.text == ["a dull film", "a fine film"][choice.place]
+    model = transformers.AutoModelForMultipleChoice.from_pretrained(result.model).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(result.model)
+    given = tokenizer(["a fine film q1"] * 2, ["a dull film", "a fine film"], return_tensors="pt", padding=True)
+    with torch.no_grad():
+        theirs = model(**{name: value[None] for name, value in given.items()}).logits[0].softmax(0)
+    assert list(choice.probabilities) == pytest.approx(theirs.tolist(), abs=1e-5)
+
+
+def conll(place):
+    path = place / "names.conll"
+    sentences = [["Mary", "lives", "in", "Paris"], ["Smith", "sings"], ["the", "river", "near", "Paris"]] * 8
+    tags = {"Mary": "B-PER", "Smith": "B-PER", "Paris": "B-LOC"}
+    lines = ["\n".join(f"{w} x {tags.get(w, 'O')}" for w in s) + "\n" for s in sentences]
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_tagging(place, family):
+    path = conll(place)
+    result = finetune(config_for(place, family, f"tags-{family}", {"train": path, "validation": path}, epochs=15.0))
+    assert result.metric == "f1" and result.best.score > 0.5
+    (sentence,) = plume.load(result.folder).tag(["Mary lives in Paris"])
+    assert [word.word for word in sentence] == ["Mary", "lives", "in", "Paris"]
+    model = transformers.AutoModelForTokenClassification.from_pretrained(result.model).eval()
+    tokenizer = tokenizer_of(family) if family == "bert" else plume.load(result.folder).tokenizer
+    pieces = [tokenizer.encode(w if i == 0 else f" {w}") for i, w in enumerate(["Mary", "lives", "in", "Paris"])]
+    ids, _ = tokenizer.wrap([p for piece in pieces for p in piece])
+    with torch.no_grad():
+        best = model(torch.tensor([ids])).logits[0].argmax(dim=1)
+    places = np.cumsum([1, *[len(piece) for piece in pieces[:-1]]])
+    assert [model.config.id2label[int(best[p])] for p in places] == [word.tag for word in sentence]
+
+
+def test_long_sentences_lose_no_word(place):
+    path = conll(place)
+    result = finetune(config_for(place, "bert", "long-tags", {"train": path, "validation": path}, epochs=1.0))
+    words = ["Mary"] * 100
+    (sentence,) = plume.load(result.folder).tag([words])
+    assert [word.word for word in sentence] == words
+
+
+def squad(place, impossible):
+    people = ["Mary", "Smith", "John"]
+    qas = [
+        {"context": f"{who} lives in the old house on the hill. {'yes no ' * 8}", "who": who, "id": f"{who}{n}"}
+        for n in range(6)
+        for who in people
+    ]
+    paragraphs = []
+    for q in qas:
+        questions = [{"id": q["id"], "question": "who lives?", "answers": [{"answer_start": 0, "text": q["who"]}]}]
+        if impossible:
+            questions.append({"id": q["id"] + "x", "question": "near the river?", "answers": [], "is_impossible": True})
+        paragraphs.append({"context": q["context"], "qas": questions})
+    path = place / f"squad{int(impossible)}.json"
+    path.write_text(json.dumps({"data": [{"title": "t", "paragraphs": paragraphs}]}))
+    return str(path)
+
+
+@pytest.mark.parametrize("impossible", [False, True])
+def test_answers_with_windows_and_none(place, impossible):
+    path = squad(place, impossible)
+    task = {"train": path, "validation": path, "stride": 8, "question_length": 8}
+    result = finetune(config_for(place, "bert", f"squad{int(impossible)}", task, epochs=12.0, lr=5e-3))
+    assert result.metric == "f1" and result.best.score > (0.5 if not impossible else 0.3)
+    lm = plume.load(result.folder)
+    context = "Mary lives in the old house on the hill. " + "yes no " * 8
+    answer = lm.answer(question="who lives?", context=context)
+    assert answer.text == context[answer.start : answer.end].strip()
+    settings = json.loads((result.model / "plume.json").read_text())["task"]
+    assert (settings["null_threshold"] is not None) == impossible
+    assert transformers.AutoModelForQuestionAnswering.from_pretrained(result.model)
+
+
+def test_translation_is_measured_by_beam_search(place):
+    (place / "a.en").write_text("\n".join([*GOOD, *BAD] * 4) + "\n")
+    (place / "a.de").write_text(
+        "\n".join(["yes"] * 5 + ["no"] * 5) + "\n" + "\n".join((["yes"] * 5 + ["no"] * 5) * 3) + "\n"
+    )
+    task = {
+        "train": str(place / "a.en"),
+        "targets": str(place / "a.de"),
+        "validation": str(place / "a.en"),
+        "validation_targets": str(place / "a.de"),
+    }
+    result = finetune(config_for(place, "marian", "translated", task, epochs=2.0, beams=2))
+    assert {"bleu", "chrf", "rougeL", "loss"} <= result.best.metrics.keys()
+    said = [json.loads(line)["prediction"] for line in (result.folder / "predictions.jsonl").read_text().splitlines()]
+    assert said[0] == plume.load(result.folder).translate(GOOD[0], beams=2, length_penalty=0.6, max_new_tokens=50).text
+    assert transformers.AutoModelForSeq2SeqLM.from_pretrained(result.model)
+
+
+def test_embeddings(place):
+    rows = [f"{a},{a} so" for a in (*GOOD, *BAD)] * 2
+    path = place / "pairs.csv"
+    path.write_text("anchor,positive\n" + "\n".join(f"{r}{i}" for i, r in enumerate(rows)) + "\n")
+    result = finetune(config_for(place, "bert", "embedded", {"train": str(path)}, epochs=4.0))
+    lm = plume.load(result.folder)
+    vectors = lm.embed(["a fine film", "a fine film"])
+    assert np.allclose(vectors[0], vectors[1])
+    assert lm.similarity(["a fine film"], ["a fine film"])[0] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "adapt",
+    [
+        AdaptConfig(mode="lora", rank=2),
+        AdaptConfig(mode="features"),
+        AdaptConfig(freeze_layers=1, layer_decay=0.8),
+        AdaptConfig(unfreeze_every=2),
+        AdaptConfig(transfer_layers=1),
+    ],
+    ids=["lora", "features", "freeze", "unfreeze", "transfer"],
+)
+def test_every_way_to_adapt_runs(place, adapt, request):
+    name = f"adapted-{request.node.callspec.id}"
+    result = finetune(config_for(place, "gpt2", name, reviews(place), adapt=adapt, epochs=1.0, tune_threshold=True))
+    base, tuned = (plume.load(folder).model.state_dict() for folder in (place / "gpt2", result.folder))
+    same = {n for n in base if n in tuned and base[n].shape == tuned[n].shape and torch.equal(base[n], tuned[n])}
+    first, last = "body.blocks.0.mlp.inner.up.weight", "body.blocks.1.mlp.inner.up.weight"
+    assert (first in same) == (adapt.mode != "full" or adapt.freeze_layers == 1)
+    assert (last in same) == (adapt.mode != "full")
+    assert (result.folder / "seed-0" / "adapter").exists() == (adapt.mode == "lora")
+    assert json.loads((result.model / "plume.json").read_text())["task"]["threshold"] is not None
+    assert plume.load(result.folder).classify(["a fine film"])
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "more", "message"),
+    [
+        ("marian", {}, {}, "a classify task needs a GPT or a BERT"),
+        (
+            "gpt2",
+            {"kind": "translate", "columns": {"source": "review", "target": "sentiment"}},
+            {},
+            "an encoder-decoder",
+        ),
+        ("bert", {}, {"auxiliary": 0.5}, "auxiliary=0.5.*auxiliary=0 works"),
+        ("gpt2", {"length": 9999}, {}, "task.length=9999 is longer than the model's context of 32"),
+        ("gpt2", {}, {"metric": "f7"}, "metric='f7' is not one of this task's: accuracy"),
+        ("gpt2", {}, {"adapt": AdaptConfig(freeze_layers=7)}, "freeze_layers=7 is more than"),
+        ("nowhere/at/all", {}, {}, "there is no folder"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(place, family, task, more, message):
+    config = config_for(place, family, "broken", {**reviews(place), **task}, **more)
+    with pytest.raises(UserError, match=message):
+        finetune(config)
+    assert not (place / "broken" / "model").exists()
+
+
+def test_predictions_of_the_wrong_head_or_of_nothing(place):
+    lm = plume.load(place / "bert")
+    with pytest.raises(UserError, match="masked-token head, not classify"):
+        lm.classify(["x"])
+    with pytest.raises(UserError, match="masked-token head, not tag"):
+        lm.tag(["x"])
+
+
+def test_test_rows_without_labels_are_predicted(place):
+    (place / "new.csv").write_text("review\na fine film\nwhat a bore\n")
+    task = {**reviews(place), "test": str(place / "new.csv")}
+    result = finetune(config_for(place, "bert", "tested", task, epochs=1.0))
+    rows = [json.loads(line) for line in (result.folder / "test_predictions.jsonl").read_text().splitlines()]
+    assert [row["label"] for row in rows] == [None, None] and all(row["prediction"] in ("neg", "pos") for row in rows)
+
+
+# ---- batches -----------------------------------------------------------------------------------------------------
+
+
+def many_rows(count):
+    from plume.data.transform import Row
+
+    draw = np.random.default_rng(0)
+    rows = [np.full(int(n), i) for i, n in enumerate(draw.integers(3, 40, count))]
+    return Labelled([[Row(r, np.zeros_like(r))] for r in rows], np.arange(count))
+
+
+def test_an_epoch_visits_every_item_once_and_batches_are_a_function_of_the_step():
+    data = many_rows(1003)
+    first, second = Grouped(data, 16, seed=3), Grouped(data, 16, seed=3)
+    seen = np.concatenate([first.numbers(step) for step in range(first.steps)])
+    assert sorted(seen) == list(range(1003))
+    step = first.steps + 7
+    assert np.array_equal(second.numbers(step), first.numbers(step))  # asked for alone, without the steps before
+    assert not np.array_equal(first.numbers(0), Grouped(data, 16, seed=4).numbers(0))
+    assert torch.equal(first.part(5, 4, 3).tokens[:, :3], first.part(5, 0, 16).tokens[4:7, :3])
+
+
+def test_like_lengths_stand_together():
+    data = many_rows(4000)
+    assert Grouped(data, 32, seed=0).padding() < 0.05
+    order = np.random.default_rng(0).permutation(4000).reshape(-1, 32)
+    padded = sum(int(data.lengths[b].max()) * 32 for b in order)
+    assert 1 - data.real_tokens / padded > 0.3  # what one would waste without

@@ -1,0 +1,234 @@
+"""Labelled files of every kind are read, columns are guessed and shown, and mistakes are named with their place."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plume.config import TaskConfig, UserError
+from plume.data.examples import Example
+from plume.data.tasks import load_task, split
+from plume.data.transform import Transform, parse, ready, shares
+
+
+def rows(path, header, *lines):
+    path.write_text("\n".join([header, *lines]) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def labelled(tmp_path, name="a.csv", count=20):
+    return rows(
+        tmp_path / name, "review,sentiment", *[f"text number {n},{'good' if n % 2 else 'bad'}" for n in range(count)]
+    )
+
+
+def test_a_csv_with_columns_of_other_names(tmp_path):
+    data = load_task(TaskConfig(train=labelled(tmp_path)))
+    assert (data.kind, data.target, data.labels) == ("classify", "label", ("bad", "good"))
+    assert data.columns == {"text": "review", "label": "sentiment"}
+    assert set(data.guessed) == {"text", "label"}
+    assert len(data.train) + len(data.validation) == 20
+    assert {e.label for e in data.validation} == {"bad", "good"}
+
+
+def test_columns_that_only_their_content_tells(tmp_path):
+    path = rows(tmp_path / "a.csv", "x,y", *[f"{n % 2},some words here {n}" for n in range(20)])
+    assert load_task(TaskConfig(train=path)).columns == {"text": "y", "label": "x"}
+
+
+def test_parquet_and_jsonl_and_tsv_say_the_same(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = [{"sentence1": f"left {n}", "sentence2": f"right {n}", "label": n % 3} for n in range(30)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in table))
+    rows(tmp_path / "a.tsv", "sentence1\tsentence2\tlabel", *["\t".join(map(str, r.values())) for r in table])
+    read = [load_task(TaskConfig(train=str(tmp_path / f"a.{kind}"))) for kind in ("parquet", "jsonl", "tsv")]
+    for data in read:
+        assert data.kind == "pair" and data.labels == ("0", "1", "2")
+        assert [e.fields for e in data.train] == [e.fields for e in read[0].train]
+
+
+def test_numbers_are_told_from_labels(tmp_path):
+    path = rows(tmp_path / "a.csv", "text,score", *[f"text {n},{n / 4}" for n in range(20)])
+    data = load_task(TaskConfig(train=path))
+    assert data.target == "number" and data.labels == ("score",)
+    assert sorted(e.label for e in (*data.train, *data.validation)) == [n / 4 for n in range(20)]
+
+
+def test_conll_columns(tmp_path):
+    sentences = [
+        "-DOCSTART- -X- O O",
+        "EU NNP B-NP B-ORG\nrejects VBZ B-VP O",
+        "Peter N B-NP B-PER\nBlackburn N I-NP I-PER",
+    ]
+    text = "\n\n".join(sentences) + "\n\n"
+    (tmp_path / "a.conll").write_text(text * 4)
+    data = load_task(TaskConfig(train=str(tmp_path / "a.conll"), validation=str(tmp_path / "a.conll")))
+    assert data.kind == "tag" and data.labels == ("B-ORG", "B-PER", "I-PER", "O")
+    assert data.train[1].fields["words"] == ["Peter", "Black"] and data.train[1].label == ["B-PER", "I-PER"]
+
+
+def test_squad_with_and_without_answers(tmp_path):
+    qas = [
+        {"id": "1", "question": "who?", "answers": [{"answer_start": 0, "text": "Mary"}]},
+        {"id": "2", "question": "why?", "answers": [], "is_impossible": True},
+    ]
+    whole = {"version": "2.0", "data": [{"title": "t", "paragraphs": [{"context": "Mary sings.", "qas": qas}]}]}
+    (tmp_path / "a.json").write_text(json.dumps(whole))
+    data = load_task(TaskConfig(train=str(tmp_path / "a.json"), validation=str(tmp_path / "a.json")))
+    assert data.kind == "span"
+    assert [e.label for e in data.train] == [[(0, "Mary")], []]
+
+
+def test_choices_in_columns_or_in_a_list(tmp_path):
+    one = rows(tmp_path / "a.csv", "context,ending0,ending1,label", *["It rained,so we left,so we swam,1"] * 4)
+    two = {"context": "It rained", "choices": ["so we left", "so we swam"], "label": "B"}
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(two)] * 4))
+    for path in (one, str(tmp_path / "a.jsonl")):
+        data = load_task(TaskConfig(train=path, validation=path))
+        assert data.kind == "choose"
+        assert data.train[0].fields["choices"] == ["so we left", "so we swam"] and data.train[0].label == 1
+
+
+def test_aligned_files(tmp_path):
+    (tmp_path / "a.en").write_text("one\ntwo\n")
+    (tmp_path / "a.de").write_text("eins\nzwei\n")
+    both = {"train": str(tmp_path / "a.en"), "targets": str(tmp_path / "a.de")}
+    data = load_task(TaskConfig(**both, validation=both["train"], validation_targets=both["targets"]))
+    assert data.kind == "translate" and data.train[1].label == "zwei"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "target", "sizes", "labels"),
+    [
+        ("sst2", "classify", "label", (67349, 872), ("0", "1")),
+        ("cola", "classify", "label", (8551, 1043), ("0", "1")),
+        ("rte", "pair", "label", (2490, 277), ("entailment", "not_entailment")),
+        ("stsb", "similarity", "number", (5749, 1500), ("score",)),
+    ],
+)
+def test_glue_by_name(shared, name, kind, target, sizes, labels):
+    data = load_task(TaskConfig(train=str(shared / "data" / name), name=name))
+    assert (data.kind, data.target, data.labels) == (kind, target, labels)
+    assert (len(data.train), len(data.validation)) == sizes
+
+
+def test_the_real_squad(shared):
+    data = load_task(TaskConfig(train=str(shared / "data" / "squad" / "dev-v1.1.json")))
+    assert data.kind == "span" and len(data.train) + len(data.validation) == 10570
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "message"),
+    [
+        (["fine,good", ",bad"], {}, r"line 3: the text in 'text' is empty.*skip_bad_rows"),
+        (["fine,good", "dull,"], {}, "line 3: no label"),
+        (["fine,good", "dull,good"], {}, "one class only: a second label is needed"),
+        (["fine,1.5", "dull,nan"], {"target": "number"}, "line 3: the target 'nan' is not a number"),
+        (["fine,1.5", "dull,great"], {"target": "number"}, "the target 'great' is not a number"),
+        (["fine,good", "dull,bad"], {"columns": {"text": "body"}}, "no column for columns.text='body'; it has 'text'"),
+        (["fine,good", "dull,bad"], {"columns": {"words": "text", "tex": "text"}}, "there is no columns.tex"),
+        (
+            ["fine,good", "dull,bad"],
+            {"kind": "pair"},
+            "no column found for pair of a pair task; it has 'text', 'label'",
+        ),
+        (["fine,good", "dull,bad"], {"labels": ("good", "bad", "odd")}, "'odd', which no training row has"),
+        (["fine,good", "dull,bad"], {"name": "sst3"}, "did you mean 'sst2'"),
+        ([], {}, "holds no rows"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, lines, settings, message):
+    path = rows(tmp_path / "a.csv", "text,label", *lines)
+    with pytest.raises(UserError, match=message):
+        load_task(TaskConfig(train=path, **settings))
+
+
+def test_a_label_never_seen_in_training(tmp_path):
+    train = rows(tmp_path / "a.csv", "text,label", *["fine,good", "dull,bad"] * 3)
+    other = rows(tmp_path / "b.csv", "text,label", "fine,good", "so so,middling")
+    with pytest.raises(
+        UserError, match=r"b\.csv line 3: the label 'middling' was never seen in training; known: bad, good"
+    ):
+        load_task(TaskConfig(train=train, validation=other))
+
+
+def test_bad_rows_can_be_left_out_and_are_counted(tmp_path):
+    path = rows(tmp_path / "a.csv", "text,label", *[f"fine {n},good\ndull {n},bad" for n in range(5)], ",bad", "lost,")
+    data = load_task(TaskConfig(train=path, skip_bad_rows=True))
+    assert len(data.train) + len(data.validation) == 10
+    assert sum(data.left_out.counts.values()) == 2
+
+
+def test_unequal_aligned_files(tmp_path):
+    (tmp_path / "a.en").write_text("one\ntwo\n")
+    (tmp_path / "a.de").write_text("eins\n")
+    with pytest.raises(UserError, match="same number of lines"):
+        load_task(TaskConfig(train=str(tmp_path / "a.en"), targets=str(tmp_path / "a.de")))
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from("abcdefghij"), min_size=12, max_size=60))
+def test_the_split_is_fixed_and_copies_stay_together(letters):
+    examples = [Example({"text": letter}, "yes" if letter < "e" else "no", "") for letter in letters]
+    if len(set(letters)) < 4 or len({e.label for e in examples}) < 2:
+        return
+    train, validation = split(examples, 0.3, seed=1)
+    assert len(train) + len(validation) == len(examples)
+    assert not {e.fields["text"] for e in train} & {e.fields["text"] for e in validation}
+    assert split(list(reversed(examples)), 0.3, seed=1)[1] == list(reversed(validation))
+
+
+# ---- transformations ---------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 60))
+def test_the_longest_text_is_cut_first(lengths, limit):
+    """One token after the other is taken from the longest, as one would do by hand."""
+    kept = list(lengths)
+    while sum(kept) > limit:
+        kept[max(range(len(kept)), key=lambda i: (kept[i], i))] -= 1
+    found = shares(lengths, limit)
+    assert sorted(found) == sorted(kept) and sum(found) == min(limit, sum(lengths))
+    assert all(f <= length for f, length in zip(found, lengths, strict=True))
+
+
+def test_a_long_example_keeps_its_marks_and_is_counted():
+    from tiny import tokenizer_of
+
+    tokenizer = ready(tokenizer_of("gpt2"))
+    transform = Transform(tokenizer, "pair", length=16, causal=True)
+    (row,) = transform.rows([Example({"text": "what a bore " * 20, "pair": "fun"}, None, "")])[0]
+    s = tokenizer.special_ids
+    assert len(row.tokens) == 16 and row.tokens[0] == s["_start_"] and row.tokens[-1] == s["_classify_"]
+    assert tokenizer.encode("fun") == row.tokens.tolist()[-1 - len(tokenizer.encode("fun")) : -1]
+    assert transform.cut.rows == 1 and transform.cut.longest > 16
+
+
+def test_a_template_is_data():
+    from tiny import tokenizer_of
+
+    tokenizer = ready(tokenizer_of("gpt2"))
+    transform = Transform(tokenizer, "pair", length=32, causal=True, template=("say: {text} | {pair}",))
+    (row,) = transform.rows([Example({"text": "yes", "pair": "no"}, None, "")])[0]
+    s = tokenizer.special_ids
+    said = [*tokenizer.encode("say:"), *tokenizer.encode(" yes")]
+    assert row.tokens.tolist() == [s["_start_"], *said, s["_delimiter_"], *tokenizer.encode("no"), s["_classify_"]]
+
+
+@pytest.mark.parametrize("template", ["", "a | b | c", "{text", "{two words}", "{text} |"])
+def test_broken_templates(template):
+    with pytest.raises(UserError, match="template"):
+        parse(template)
+
+
+def test_a_template_with_an_unknown_field():
+    from tiny import tokenizer_of
+
+    transform = Transform(ready(tokenizer_of("gpt2")), "classify", length=32, causal=True, template=("{txt}",))
+    with pytest.raises(UserError, match="did you mean 'text'"):
+        transform.rows([Example({"text": "yes"}, None, "")])
