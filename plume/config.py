@@ -298,6 +298,15 @@ class PlanConfig:
     tokens: int = 1_000_000_000  # to train on
     batch: int = 8  # sequences in memory at once
     sequence: int | None = None  # tokens per sequence; unset means the whole context
+    ranks: int = 1  # devices that train together
+    strategy: Literal["ddp", "fsdp"] = "fsdp"  # copies, or shards of one copy
+    tensor_parallel: int = 1  # ranks that share each matrix
+    accumulate: int = 1  # micro-batches before the ranks exchange gradients
+    activation_checkpointing: bool = False
+    hardware: str = "A100 80GB"  # of each rank
+    per_node: int = 8  # ranks in one machine, where links are fast
+    link_gb: float = 300.0  # GB/s of one rank to others in its machine
+    network_gb: float = 25.0  # GB/s of one rank to other machines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -804,6 +813,7 @@ class DecodeBenchConfig:
     prefill: int = 512  # tokens of the long prompt that is only read
     rounds: int = 3  # the best of these counts
     threads: int | None = None  # unset means all cores
+    peers: tuple[str, ...] = ("llama_cpp", "ctranslate2", "transformers", "onnxruntime")  # packages to compare with
 
 
 @dataclass(frozen=True, kw_only=True)

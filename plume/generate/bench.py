@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from plume.config import DecodeBenchConfig, EngineConfig, ExportConfig, SamplingConfig, preset
+from plume.config import DecodeBenchConfig, EngineConfig, ExportConfig, SamplingConfig, UserError, did_you_mean, preset
 from plume.generate.engine import Feed
 
 Prompts = list[list[int]]
@@ -263,7 +263,10 @@ def contenders(folder: Path, config: DecodeBenchConfig, threads: int, room: Path
         "transformers": [lambda: [transformers_engine(folder, config, threads)]],
         "onnxruntime": [lambda: [onnx_engine(folder, config, threads, room)]],
     }
-    for package, starts in makers.items():
+    for package in config.peers:
+        if package not in makers:
+            raise UserError(f"there is no peer {package!r}{did_you_mean(package, makers)}; all: {', '.join(makers)}")
+        starts = makers[package]
         if importlib.util.find_spec(package) is None:
             print(f"{package} is not installed and left out")
             continue

@@ -64,7 +64,7 @@ def test_onnx_gives_the_same_greedy_tokens(trained_folder, tmp_path, trained, gr
 def test_gguf_is_refused_with_a_reason(random_model, tokenizer, tmp_path):
     characters = Tokenizer(define("characters", [chr(i) for i in range(32, 127)], [], "gpt2"))
     folder = save_model(random_model(), tmp_path / "characters", tokenizer=characters)
-    with pytest.raises(UserError, match="cutting text into words.*characters"):
+    with pytest.raises(UserError, match=r"cutting text into words.*characters"):
         export(ExportConfig(model=folder))
     folder = save_model(random_model(norm="post"), tmp_path / "post", tokenizer=tokenizer)
     with pytest.raises(UserError, match="norm=post"):

@@ -149,7 +149,7 @@ def test_rows_that_pad_the_table_are_never_written(open_lm):
 
 def test_a_prompt_past_the_context(lm):
     long = "a b c d e f g h " * 20
-    with pytest.raises(UserError, match="context holds 64.*overflow=truncate"):
+    with pytest.raises(UserError, match=r"context holds 64.*overflow=truncate"):
         lm.generate(long)
     tokens = lm.encode(long)
     cut = lm.generate(long, overflow="truncate", max_new_tokens=10, temperature=0, ignore_end=True)
