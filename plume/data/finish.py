@@ -191,4 +191,4 @@ def publish(folder: Path, work: Path, manifest: Manifest, report: dict[str, Any]
     shutil.copytree(work / "tokenizer", folder / "tokenizer")
     write_json(folder / "report.json", report)
     write_manifest(folder, manifest)
-    shutil.rmtree(work, ignore_errors=True)  # another process that waits for the lock may hold on to the folder
+    shutil.rmtree(work)

@@ -27,6 +27,8 @@ from plume.data.shards import FORMAT, MANIFEST, Manifest, aside, read_manifest, 
 from plume.data.sources import Piece, find_files, plan_pieces
 from plume.text import Tokenizer, load_tokenizer, train_tokenizer
 
+LOCK = ".lock"
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -43,13 +45,12 @@ def prepare(config: DataConfig) -> Prepared:
     fingerprint = fingerprint_of(config, pieces)
     if (done := finished(config, fingerprint)) is not None:
         return done
-    work = config.folder / ".work"
-    work.mkdir(parents=True, exist_ok=True)
-    with alone(work):
+    config.folder.mkdir(parents=True, exist_ok=True)
+    with alone(config.folder):
         if (done := finished(config, fingerprint)) is not None:  # another process may just have done it
             return done
-        open_work(config, work, fingerprint)
         with room_on_disk(config.folder / MANIFEST):
+            work = open_work(config, fingerprint)
             return make(config, work, pieces, fingerprint)
 
 
@@ -71,13 +72,13 @@ def make(config: DataConfig, work: Path, pieces: list[Piece], fingerprint: str) 
 
 
 @contextmanager
-def alone(work: Path) -> Iterator[None]:
-    """One process at a time in a work folder; the others wait and say so."""
-    lock = FileLock(work / "lock")
+def alone(folder: Path) -> Iterator[None]:
+    """One process at a time in a folder; the others wait and say so."""
+    lock = FileLock(folder / LOCK)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        Console(stderr=True).print(f"another process prepares {work.parent}; waiting for it")
+        Console(stderr=True).print(f"another process prepares {folder}; waiting for it")
         lock.acquire()
     try:
         yield
@@ -102,7 +103,8 @@ def finished(config: DataConfig, fingerprint: str) -> Prepared | None:
         return None
     manifest = read_manifest(config.folder)
     if manifest.fingerprint == fingerprint:
-        shutil.rmtree(config.folder / ".work", ignore_errors=True)  # a run may have been killed at its very end
+        if planned(config.folder / ".work") == fingerprint:  # killed when all was done but the tidying up
+            shutil.rmtree(config.folder / ".work", ignore_errors=True)
         return Prepared(config.folder, manifest, json.loads((config.folder / "report.json").read_text()))
     if not config.overwrite:
         raise UserError(
@@ -112,20 +114,27 @@ def finished(config: DataConfig, fingerprint: str) -> Prepared | None:
     return None
 
 
-def open_work(config: DataConfig, work: Path, fingerprint: str) -> None:
+def open_work(config: DataConfig, fingerprint: str) -> Path:
     """The folder of unfinished work: the one of the run before, if that was the same run."""
-    plan = work / "plan.json"
-    if plan.is_file() and json.loads(plan.read_text())["fingerprint"] != fingerprint:
+    work = config.folder / ".work"
+    if planned(work) not in (None, fingerprint):
         if any(work.glob("[0-9]*.json")) and not config.overwrite:
             raise UserError(
                 f"{config.folder} holds unfinished data of other texts or settings; finish that run, "
                 "choose another folder, or overwrite=true to drop it"
             )
-        for old in [p for p in work.iterdir() if p.name != "lock"]:
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
+        shutil.rmtree(work)
+    work.mkdir(exist_ok=True)
     for half_written in work.glob(".[0-9]*"):
         half_written.unlink(missing_ok=True)
-    write_json(plan, {"fingerprint": fingerprint})
+    write_json(work / "plan.json", {"fingerprint": fingerprint})
+    return work
+
+
+def planned(work: Path) -> str | None:
+    """The fingerprint of the run that a work folder belongs to."""
+    plan = work / "plan.json"
+    return str(json.loads(plan.read_text())["fingerprint"]) if plan.is_file() else None
 
 
 def the_tokenizer(config: DataConfig, work: Path) -> Tokenizer:
@@ -156,9 +165,9 @@ def training_texts(config: DataConfig, work: Path) -> Iterator[str]:
 
 def nothing_left(config: DataConfig, work: Path, tallies: list[Tally]) -> UserError:
     """Why there is no document at all; there is nothing to go on with either."""
-    shutil.rmtree(work, ignore_errors=True)
-    if not any(config.folder.iterdir()):
-        config.folder.rmdir()
+    shutil.rmtree(work)
+    if [p.name for p in config.folder.iterdir()] == [LOCK]:
+        shutil.rmtree(config.folder)
     tally = Tally()
     for other in tallies:
         tally.merge(other)
