@@ -209,7 +209,7 @@ class DistillObjective(Tokens):
         return total / len(self.layers)
 
     def attention_total(self, ours: Notes, theirs: Notes, real: Tensor, *, causal: bool) -> Tensor:
-        """Squared distance of attention scores: the mean over layers, heads and what a token sees, summed over tokens."""
+        """Squared distance of attention scores: a mean over layers, heads and what a token sees, summed over tokens."""
         seen = real[:, None, :] & real[:, :, None]  # (B, T, T)
         if causal:
             seen = seen & torch.ones_like(seen[0]).tril()

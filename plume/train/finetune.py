@@ -408,9 +408,8 @@ def finetune(config: FinetuneConfig, *, writer: Writer | None = None) -> Finetun
         precision = choose_precision(ranks.device, config.precision)
         if ranks.main:
             print(describe_data(plan.data, plan.train, plan.job, plan.tokenizer), flush=True)
-        count = config.seeds if config.seeds is not None else SEEDS if len(plan.data.train) < FEW else 1
         results = []
-        for seed in range(config.seed, config.seed + count):
+        for seed in seeds_of(config, len(plan.data.train)):
             folder = config.folder / f"seed-{seed}"
             if config.resume and (folder / "result.json").is_file():
                 results.append(SeedResult(**read_json(folder / "result.json")))
@@ -424,6 +423,12 @@ def finetune(config: FinetuneConfig, *, writer: Writer | None = None) -> Finetun
             result = finish(plan, result)
         ranks.barrier()
         return result
+
+
+def seeds_of(config: FinetuneConfig, rows: int) -> range:
+    """One run says little on a small set."""
+    count = config.seeds if config.seeds is not None else SEEDS if rows < FEW else 1
+    return range(config.seed, config.seed + count)
 
 
 def finish(plan: Plan, result: FinetuneResult) -> FinetuneResult:

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from plume.config import UserError
+
 Floats = npt.NDArray[np.float64]
 LOWER_IS_BETTER = ("mse", "loss")
 
@@ -232,8 +234,11 @@ class Texts:
         self.given.append(given)
 
     def results(self) -> dict[str, float]:
-        import sacrebleu
-        from rouge_score.rouge_scorer import RougeScorer
+        try:
+            import sacrebleu
+            from rouge_score.rouge_scorer import RougeScorer
+        except ImportError as error:
+            raise UserError(f"BLEU and ROUGE need {error.name}: pip install 'plume-lm[finetune]'") from None
 
         kinds = ("rouge1", "rouge2", "rougeL")
         scorer = RougeScorer(list(kinds), use_stemmer=True)

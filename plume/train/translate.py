@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from plume.config import UserError
 from plume.data.batches import IGNORE, Batch, padded
-from plume.data.pairs import decoder_start
 from plume.data.examples import Example
+from plume.data.pairs import decoder_start
 from plume.data.transform import Cut
 from plume.text import Tokenizer
 from plume.train.objectives import TensorBatch

@@ -11,6 +11,7 @@ from tiny import BAD, GOOD, random_base, tokenizer_of, write_reviews
 import plume
 from plume.config import AdaptConfig, FinetuneConfig, TaskConfig, UserError
 from plume.generate.translating import finetune
+from plume.train.finetune import seeds_of
 from plume.train.labelled import Grouped, Labelled
 
 QUICK = {"epochs": 2.0, "batch": 16, "lr": 3e-3, "seeds": 1, "device": "cpu", "precision": "fp32", "validate_every": 5}
@@ -77,6 +78,11 @@ def test_resuming_keeps_finished_seeds_and_gives_the_same(place):
     assert [s.score for s in again.seeds] == [s.score for s in whole.seeds]
     with pytest.raises(UserError, match="holds a run already"):
         finetune(config)
+
+
+def test_small_sets_are_run_with_several_seeds(place):
+    config = config_for(place, "gpt2", "seeds", reviews(place), seeds=None, seed=7)
+    assert list(seeds_of(config, 4999)) == [7, 8, 9] and list(seeds_of(config, 5000)) == [7]
 
 
 def test_a_regression_in_both_orders(place):

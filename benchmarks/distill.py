@@ -1,0 +1,86 @@
+"""A student against its teacher: speed and loss, and the same student trained without one.
+
+    python -m benchmarks.distill --text tinyshakespeare.txt [--steps 600] [--student-layers 2]
+
+A character model is trained on the text, then a student of fewer layers from it; both read the same held-out tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from plume.config import DataConfig, DistillConfig, PretrainConfig, TokenizerConfig, build, read_recipe
+from plume.heads import Model
+from plume.train.distill import distill
+from plume.train.pretrain import pretrain
+from plume.weights import load_model
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@torch.inference_mode()
+def seconds(model: Model, tokens: torch.Tensor) -> float:
+    began = time.process_time()
+    model(tokens)
+    return time.process_time() - began
+
+
+def speed_ratio(teacher: Model, student: Model, rounds: int = 30) -> float:
+    """How many times faster the student reads, the median of turns; processor time, so that neighbours count less."""
+    tokens = torch.randint(0, teacher.config.vocab_size, (16, teacher.config.context))
+    turns = [(seconds(teacher, tokens), seconds(student, tokens)) for _ in range(rounds)]
+    return statistics.median(a / b for a, b in turns[3:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--student-steps", type=int, default=300)
+    parser.add_argument("--student-layers", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    recipe = build(PretrainConfig, read_recipe(ROOT / "recipes" / "gpt2-char.toml"))
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        data = DataConfig(
+            paths=(args.text,),
+            folder=place / "data",
+            tokenizer=TokenizerConfig(kind="characters"),
+            validation=0.1,
+            split="tail",
+            workers=1,
+        )
+        train = replace(recipe.train, steps=args.steps, validation_rows=512)
+        teacher = pretrain(replace(recipe, folder=place / "teacher", data=data, train=train))
+        shorter = replace(train, steps=args.student_steps)
+        result = distill(
+            DistillConfig(
+                teacher=str(teacher.model),
+                folder=place / "student",
+                train=shorter,
+                layers=args.student_layers,
+                prepared=place / "data",
+            )
+        )
+        small = replace(recipe.model, layers=args.student_layers)
+        alone = pretrain(replace(recipe, folder=place / "alone", model=small, data=data, train=shorter))
+        torch.set_num_threads(1)
+        ratio = speed_ratio(load_model(teacher.model), load_model(place / "student" / "model"))
+    print(
+        f"RESULT teacher {recipe.model.layers} layers, loss {result.teacher_loss:.4f}; student {args.student_layers} "
+        f"layers, loss {result.student_loss:.4f}; the same without a teacher {alone.outcome.validation:.4f}; "
+        f"student reads {ratio:.2f} times faster"
+    )
+
+
+if __name__ == "__main__":
+    main()
