@@ -341,7 +341,7 @@ def evaluate(
 
 @app.command
 def sweep(recipe: Path, /, *overrides: Overrides) -> None:
-    """Train several sizes on the same data: `plume sweep RECIPE.toml --folder runs/sweep --sizes "[1x32, 2x64]"`.
+    """Train several sizes on the same data: `plume sweep RECIPE.toml --folder runs/sweep --sizes '["1x32", "2x64"]'`.
 
     Run again after an interruption, it goes on where it was.
     """

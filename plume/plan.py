@@ -167,6 +167,149 @@ def plan(config: PlanConfig) -> Plan:
     )
 
 
+# ---- many ranks ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What each of many ranks holds and sends, in bytes and seconds of one step."""
+
+    ranks: int
+    replicas: int  # groups of ranks that each read their own sequences
+    weight_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int  # whole weights and gradients that shards are put together to while they are used
+    activation_bytes: int
+    sent_bytes: dict[str, int]  # by one rank in one step
+    tokens_per_step: int
+    compute_seconds: float
+    send_seconds: float  # while it computes, if all goes well
+    run_seconds: float
+    run_dollars: float
+    fits: bool
+
+    @property
+    def resident_bytes(self) -> int:
+        """What stays all the time: weights, gradients, optimiser."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.resident_bytes + self.gathered_bytes + self.activation_bytes
+
+
+def plan_ranks(config: PlanConfig, whole: Plan) -> RankPlan:
+    """Memory, traffic and time of each rank in this package's own loop: states in fp32, products in 16 bits."""
+    hardware = next((h for h in HARDWARE if h.name == config.hardware), None)
+    if hardware is None:
+        known = ", ".join(h.name for h in HARDWARE)
+        raise UserError(f"hardware={config.hardware!r} is not known; known: {known}")
+    tensor, ranks = config.tensor_parallel, config.ranks
+    if ranks % tensor or config.model.heads % tensor:
+        raise UserError(f"tensor_parallel={tensor} must divide ranks={ranks} and heads={config.model.heads}")
+    replicas = ranks // tensor
+    shards = replicas if config.strategy == "fsdp" else 1
+    split, shared = split_counts(config.model, whole.by_tensor)
+    held = split // tensor + shared  # weights of one replica's rank before sharding
+    resident = FLOAT * -(-held // shards)
+    layers = config.model.layers + config.model.decoder_layers
+    block = split // tensor // layers
+    gathered = 2 * HALF * (shared + 2 * block) if shards > 1 else 0  # weights and gradients; two blocks at a time
+    sequence = config.model.context if config.sequence is None else config.sequence
+    activations = rank_activations(config, sequence)
+    sent = traffic(config, held, replicas, sequence)
+    tokens = config.batch * sequence * replicas * config.accumulate
+    compute = tokens * whole.flops_per_token_training / (ranks * hardware.teraflops * 1e12 * hardware.reached)
+    compute *= 4 / 3 if config.activation_checkpointing else 1
+    inside = tensor <= config.per_node
+    slow = sent["weights"] + sent["gradients"]
+    seconds = slow / (1e9 * (config.link_gb if ranks <= config.per_node else config.network_gb))
+    seconds += sent["activations"] / (1e9 * (config.link_gb if inside else config.network_gb))
+    run = max(compute, seconds) * config.tokens / tokens
+    total = 4 * resident + gathered + activations
+    return RankPlan(
+        ranks=ranks,
+        replicas=replicas,
+        weight_bytes=resident,
+        gradient_bytes=resident,
+        optimizer_bytes=2 * resident,
+        gathered_bytes=gathered,
+        activation_bytes=activations,
+        sent_bytes=sent,
+        tokens_per_step=tokens,
+        compute_seconds=compute,
+        send_seconds=seconds,
+        run_seconds=run,
+        run_dollars=run / 3600 * hardware.dollars_per_hour * ranks,
+        fits=total <= hardware.memory_gb * 1e9,
+    )
+
+
+def split_counts(config: ModelConfig, by_tensor: dict[str, int]) -> tuple[int, int]:
+    """Parameters that tensor parallelism cuts, and those that every rank of a group holds whole."""
+    split = shared = 0
+    for name, size in by_tensor.items():
+        times = 1
+        if "{}" in name:
+            times = config.decoder_layers if ".decoder." in name else config.layers
+        if re.search(r"inner\.(q|k|v|up)\.(weight|bias)$|inner\.(out|down)\.weight$", name):
+            split += size * times
+        else:
+            shared += size * times
+    return split, shared
+
+
+def rank_activations(config: PlanConfig, sequence: int) -> int:
+    """Bytes kept for the backward: everything, or each block's input and one block in full."""
+    model, tokens = config.model, config.batch * sequence
+    full = activation_floats(model, config.batch, sequence)
+    stacks = model.layers + model.decoder_layers
+    per_block = (full - tokens * model.width) // stacks
+    outside = tokens * model.width * (stacks * 4 if not config.activation_checkpointing else 4)  # not cut by tensors
+    if config.activation_checkpointing:
+        kept = (
+            tokens * model.width * stacks + outside + (per_block - 4 * tokens * model.width) // config.tensor_parallel
+        )
+    else:
+        kept = outside + (full - outside) // config.tensor_parallel
+    return HALF * kept
+
+
+def traffic(config: PlanConfig, held: int, replicas: int, sequence: int) -> dict[str, int]:
+    """Bytes that one rank sends in a step: gathering weights, meeting gradients, and summing inside split blocks."""
+    ring = (replicas - 1) / replicas
+    weights = gradients = 0.0
+    if replicas > 1 and config.strategy == "fsdp":
+        weights = 2 * config.accumulate * ring * HALF * held  # for the forward and again for the backward
+        gradients = ring * FLOAT * held
+    elif replicas > 1:
+        gradients = 2 * ring * FLOAT * held
+    sums = 4 * (config.model.layers + config.model.decoder_layers)  # two sub-blocks, forward and backward
+    pair = 2 * (config.tensor_parallel - 1) / config.tensor_parallel
+    activations = sums * pair * HALF * config.batch * sequence * config.model.width * config.accumulate
+    return {"weights": int(weights), "gradients": int(gradients), "activations": int(activations)}
+
+
+def rank_table(found: RankPlan, config: PlanConfig) -> RenderableType:
+    from rich.table import Table
+
+    shape = f"{found.replicas} x {config.tensor_parallel}" if config.tensor_parallel > 1 else f"{found.ranks}"
+    title = f"Each of {shape} ranks ({config.strategy}, {config.hardware})"
+    rows = Table("per rank", "amount", title=title, show_header=False)
+    rows.columns[1].justify = "right"
+    for name in ("weight", "gradient", "optimizer", "gathered", "activation"):
+        rows.add_row(f"{name} memory", human_bytes(getattr(found, f"{name}_bytes")))
+    rows.add_row("in all", human_bytes(found.total_bytes) + ("" if found.fits else ", which does not fit"))
+    for name, size in found.sent_bytes.items():
+        rows.add_row(f"sends {name}, per step", human_bytes(size))
+    rows.add_row("tokens per step", f"{found.tokens_per_step:,}")
+    rows.add_row("computes, per step", human_time(found.compute_seconds))
+    rows.add_row("sends, per step", human_time(found.send_seconds))
+    rows.add_row(f"{config.tokens:,} tokens", f"{human_time(found.run_seconds)}, ${found.run_dollars:,.0f}")
+    return rows
+
+
 # ---- for people ---------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from plume.train.optim import Optimizers, rate, same_mesh, total_norm, whole
 from plume.train.progress import Progress
 from plume.train.ranks import Ranks
 
+Parts = list[tuple[int, Any]]  # first row and batch of each micro-batch
 MICRO_TOKENS = 4096  # computed at a time unless the recipe says otherwise
 
 
@@ -116,6 +118,8 @@ class Trainer:
         self.worse = 0  # validations since then
         self.validation: float | None = None
         self.early = False  # whether patience has run out
+        self.reader = None if ranks.device.type == "cpu" else ThreadPoolExecutor(1)  # a CPU has better to do
+        self.ahead: tuple[tuple[int, int], Future[Parts]] | None = None  # (step, micro-batch), what is being read
         self.asked = self.stop = False  # to end the run: by a signal here, and as all ranks agree
         self.sums = torch.zeros(2, len(self.weights), device=ranks.device, dtype=torch.float64)  # totals, counts
 
@@ -196,10 +200,7 @@ class Trainer:
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Gradients of the loss of the whole batch; (K,) totals of this rank and (K,) counts of all."""
-        parts = [
-            (first, self.task.train.part(self.step, first, rows))
-            for first, rows in self.share(self.task.train.rows(self.step))
-        ]
+        parts = self.load()
         counts = sum_of(self.task.objective.counts(batch) for _, batch in parts)
         told = torch.cat([counts, torch.tensor([float(self.asked), sum(b.tokens.numel() for _, b in parts)])])
         told = self.ranks.sum(told.to(self.ranks.device, torch.float64))
@@ -216,15 +217,28 @@ class Trainer:
         self.tokens += int(told[-1]) * self.distributed.replicas // self.ranks.size  # split matrices see the same rows
         return totals, counts
 
+    def load(self) -> Parts:
+        """This rank's micro-batches of the step; those of the next are read meanwhile if there is a reader."""
+        if self.micro_batch is None:
+            width = self.task.train.part(self.step, 0, 1).tokens.numel()
+            self.micro_batch = max(1, MICRO_TOKENS // width)
+        key = (self.step, self.micro_batch)
+        parts = self.ahead[1].result() if self.ahead is not None and self.ahead[0] == key else self.read(self.step)
+        if self.reader is not None and self.step + 1 < self.config.steps:
+            self.ahead = ((self.step + 1, self.micro_batch), self.reader.submit(self.read, self.step + 1))
+        return parts
+
+    def read(self, step: int) -> Parts:
+        shares = self.share(self.task.train.rows(step))
+        return [(first, self.task.train.part(step, first, rows)) for first, rows in shares]
+
     def share(self, rows: int) -> list[tuple[int, int]]:
         """(first row, rows) of each micro-batch of this rank; every rank has equally many."""
         replicas, mine = self.distributed.replicas, self.distributed.replica
         if rows < replicas:
             raise UserError(f"a batch of {rows} sequences cannot be shared by {replicas} ranks; batch={replicas} can")
-        if self.micro_batch is None:
-            width = self.task.train.part(self.step, 0, 1).tokens.numel()
-            self.micro_batch = max(1, MICRO_TOKENS // width)
-        pieces = replicas * min(-(-rows // (replicas * self.micro_batch)), rows // replicas)
+        together = rows if self.micro_batch is None else self.micro_batch
+        pieces = replicas * min(-(-rows // (replicas * together)), rows // replicas)
         edges = [rows * i // pieces for i in range(pieces + 1)]
         return [(edges[i], edges[i + 1] - edges[i]) for i in range(mine, pieces, replicas)]
 
@@ -315,7 +329,8 @@ class Trainer:
         sums = torch.zeros(2, len(self.weights), device=self.ranks.device, dtype=torch.float64)
         self.task.model.eval()
         rows = self.task.validation.rows(0)
-        for first, count in self.share(rows):
+        few = rows < self.distributed.replicas  # then every rank measures them all, and the mean is the same
+        for first, count in [(0, rows)] if few else self.share(rows):
             batch = self.task.validation.part(0, first, count)
             with self.precision.context():
                 sums[0] += self.distributed.module(batch.to(self.ranks.device))

@@ -282,6 +282,18 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert "some words" in (tmp_path / "samples.txt").read_text()
 
 
+def test_reading_ahead_changes_nothing(tmp_path: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    config = replace(CONFIG, micro_batch=3, batch_start=2, ramp_steps=4)
+    plain, ahead = toy_trainer(tmp_path / "a", config), toy_trainer(tmp_path / "b", config)
+    with ThreadPoolExecutor(1) as ahead.reader:
+        ahead.run(resume=False)
+    plain.run(resume=False)
+    assert ahead.ahead is not None and ahead.ahead[0] == (7, 3)
+    assert_same_weights(plain, ahead)
+
+
 def test_more_ranks_than_sequences_is_told(tmp_path: Path) -> None:
     trainer = toy_trainer(tmp_path, CONFIG)
     trainer.distributed = replace(trainer.distributed, replicas=16)

@@ -102,6 +102,54 @@ def test_a_checkpoint_loads_with_another_number_of_ranks(alone: Path, tmp_path: 
     assert losses(tmp_path / "run") == pytest.approx(losses(alone / "adamw"), abs=1e-5)
 
 
+MEMORY = """
+import json, sys, torch
+sys.path.insert(0, {here!r})
+from dataclasses import asdict, replace
+from pathlib import Path
+from toys import toy_trainer, TINY
+from plume.config import PlanConfig, TrainConfig
+from plume.heads import Model
+from plume.plan import plan, plan_ranks
+from plume.train.ranks import join
+
+local = lambda tensor: getattr(tensor, "to_local", lambda: tensor)().nbytes
+config = replace(TINY, width=64, heads=4, context=12, layers=3)
+with join("cpu") as ranks:
+    for strategy, tensor in (("ddp", 1), ("fsdp", 1), ("fsdp", 2)):
+        train = TrainConfig(steps=1, batch=8, strategy=strategy, tensor_parallel=tensor)
+        trainer = toy_trainer(Path("run"), train, ranks, model=Model(config, "pretraining"))
+        trainer.gradients()
+        parameters = list(trainer.task.model.parameters())
+        found = dict(
+            weight=sum(local(p) for p in parameters),
+            gradient=sum(local(p.grad) for p in parameters),
+            optimizer=sum(local(t) for name, t in trainer.optimizers.state().items() if "exp_avg" in name),
+        )
+        named = trainer.task.model.named_parameters()
+        body = sum(local(p) for n, p in named if n.startswith(("body.", "head.summary.")))
+        settings = PlanConfig(model=config, ranks=ranks.size, strategy=strategy, tensor_parallel=tensor, batch=1)
+        said = plan_ranks(settings, plan(settings))
+        if ranks.main:
+            print("FOUND", json.dumps([strategy, tensor, found, body, asdict(said)]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_plan_of_memory_is_what_ranks_really_hold(size: int, tmp_path: Path) -> None:
+    """The plan counts the body and its summary; what the head has besides is left out of what was found."""
+    out = torchrun(size, tmp_path, MEMORY.format(here=str(HERE))).stdout
+    lines = [json.loads(line.split("FOUND ")[1]) for line in out.splitlines() if "FOUND " in line]
+    assert len(lines) == 3
+    for strategy, tensor, found, body, said in lines:
+        assert said["weight_bytes"] == pytest.approx(body, rel=0.04), (strategy, tensor)
+        for kind in ("gradient", "optimizer"):
+            assert found[kind] / found["weight"] == pytest.approx(
+                said[f"{kind}_bytes"] / said["weight_bytes"], rel=0.02
+            )
+
+
 DOCTOR = """
 import os, time, sys
 from plume.train import doctor
