@@ -21,7 +21,7 @@ def evaluate(config: EvaluateConfig) -> Report:
 
 def sweep(config: SweepConfig) -> dict[str, Any]:
     """Train several sizes on the same data and write one report of loss against size and compute."""
-    from plume.evaluate.sweep import run_sweep
+    from plume.evaluate.scaling import run_sweep
 
     return run_sweep(config)
 

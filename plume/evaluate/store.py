@@ -71,6 +71,7 @@ class Store:
         for place, score in scorer.score([requests[unknown[key][0]] for key in keys]):
             self.put(keys[place], as_bytes(score))
             self.fresh += 1
+            self.reused += len(unknown[keys[place]]) - 1
             for number in unknown[keys[place]]:
                 yield number, score
 

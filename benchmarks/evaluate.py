@@ -1,0 +1,175 @@
+"""Items per second against lm-evaluation-harness with transformers: same folder, same items, same cores, turn by turn.
+
+python -m benchmarks.evaluate [--preset gpt2] [--rounds 3] [--threads 2] [--data ../shared/data]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import tempfile
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from plume.config import PRESETS, EvaluateConfig, TokenizerConfig
+from plume.evaluate.progress import Progress
+from plume.evaluate.protocols import protocol_called
+from plume.evaluate.run import Run, Subject
+from plume.evaluate.store import Store
+from plume.evaluate.tasks import task_called
+from plume.evaluate.texts import split_pages
+from plume.heads import Model
+from plume.text import Tokenizer, load_tokenizer, train_tokenizer
+from plume.weights import save_model
+
+
+def texts(data: Path) -> tuple[list[str], list[str], Path | None]:
+    """Passages, pages and a tokenizer folder: real ones where they are, else Python's manual."""
+    if (data / "lambada").is_dir():
+        lines = (data / "lambada/lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
+        pages = split_pages((data / "wikitext-2/wiki.test.raw").read_text(encoding="utf-8"))
+        return [json.loads(line)["text"] for line in lines], pages, data.parent / "tokenizers" / "gpt2"
+    from pydoc_data.topics import topics
+
+    paragraphs = [" ".join(p.split()) for topic in topics.values() for p in topic.split("\n\n")]
+    return [p for p in paragraphs if 200 < len(p) < 600], list(topics.values()), None
+
+
+def make_data(folder: Path, passages: list[str], pages: list[str], items: int) -> None:
+    draw = random.Random(0)
+    for name in ("lambada", "wikitext-2"):
+        (folder / name).mkdir()
+    chosen = draw.sample(passages, items)
+    write(folder / "lambada/test.jsonl", [{"text": text} for text in chosen])
+    rows = []
+    for text in draw.sample(passages, items // 3):
+        words = text.split(" ")
+        ends = [" ".join(draw.choice(passages).split(" ")[-12:]) for _ in range(3)]
+        rows.append({"context": " ".join(words[:-12]), "choices": [" ".join(words[-12:]), *ends], "answer": 0})
+    write(folder / "choices.jsonl", rows)
+    page = next(p for p in pages if len(p) > 6000)[:9000]
+    (folder / "wikitext-2/wiki.test.raw").write_text(page, encoding="utf-8")
+    write(folder / "page.jsonl", [{"page": page}])
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def their_task(name: str, file: Path) -> dict[str, Any]:
+    from lm_eval.tasks.wikitext.preprocess_wikitext import process_results, wikitext_detokenizer
+
+    kinds: dict[str, dict[str, Any]] = {
+        "lambada": {
+            "output_type": "loglikelihood",
+            "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
+            "doc_to_target": "{{' '+text.split(' ')[-1]}}",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        },
+        "choices": {
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{context}}",
+            "doc_to_target": "answer",
+            "doc_to_choice": "choices",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        },
+        "wikitext-2": {
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": wikitext_detokenizer,
+            "process_results": process_results,
+            "metric_list": [{"metric": m} for m in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+        },
+    }
+    files = {"data_files": {"test": str(file)}}
+    return {"task": name, "dataset_path": "json", "dataset_kwargs": files, "test_split": "test", **kinds[name]}
+
+
+def harness_seconds(model: Any, task: dict[str, Any]) -> tuple[float, float]:
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.evaluator import evaluate as run
+
+    made = ConfigurableTask(config=task)
+    began = time.perf_counter()
+    found = run(lm=model, task_dict={task["task"]: made}, bootstrap_iters=0)
+    seconds = time.perf_counter() - began
+    values = found["results"][task["task"]]
+    return seconds, next(v for k, v in values.items() if k.startswith(("acc,", "word_perplexity,")))
+
+
+def our_seconds(subject: Subject, task: str, data: Path) -> tuple[float, float]:
+    known = task_called(str(data / "choices.jsonl") if task == "choices" else task)
+    with Store(None, subject.hash) as store:
+        run = Run(known, protocol_called("harness"), subject, store, subject.config, 1234)
+        began = time.perf_counter()
+        result = run.result(Progress(quiet=True), None)
+        seconds = time.perf_counter() - began
+    return seconds, result.metrics["word_perplexity" if task == "wikitext-2" else "acc"].value
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__)
+    words.add_argument("--preset", default="gpt2")
+    words.add_argument("--rounds", type=int, default=3)
+    words.add_argument("--items", type=int, default=24)
+    words.add_argument("--threads", type=int, default=2)
+    words.add_argument("--data", type=Path, default=Path("../shared/data"))
+    given = words.parse_args()
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}  # read when the harness is imported
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(given.threads)
+    passages, pages, vocabulary = texts(given.data)
+    with tempfile.TemporaryDirectory() as place:
+        data = Path(place) / "data"
+        data.mkdir()
+        make_data(data, passages, pages, given.items)
+        folder = make_model(Path(place) / "model", given.preset, passages, vocabulary)
+        compare(folder, data, given.rounds)
+
+
+def make_model(folder: Path, preset: str, passages: list[str], vocabulary: Path | None) -> Path:
+    tokenizer: Tokenizer
+    if vocabulary is None:
+        tokenizer = train_tokenizer(TokenizerConfig(vocab_size=8192), passages)
+    else:
+        tokenizer = load_tokenizer(vocabulary)
+    torch.manual_seed(0)
+    model = Model(replace(PRESETS[preset], vocab_size=tokenizer.vocab_size))
+    return save_model(model, folder, tokenizer=tokenizer)
+
+
+def compare(folder: Path, data: Path, rounds: int) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    subject = Subject(EvaluateConfig(model=str(folder), tasks=("-",), data=data))
+    assert subject.scorer.causal  # opened before the clock runs, as the harness's model is
+    models = {n: HFLM(pretrained=str(folder), device="cpu", batch_size=n, dtype="float32") for n in (1, 8)}
+    files = {"lambada": "lambada/test.jsonl", "choices": "choices.jsonl", "wikitext-2": "page.jsonl"}
+    for task, file in files.items():
+        count = sum(1 for _ in (data / file).open(encoding="utf-8"))
+        ours, theirs, values = list[float](), list[float](), set[str]()
+        for _ in range(rounds):
+            seconds, value = our_seconds(subject, task, data)
+            ours.append(seconds)
+            values.add(f"{value:.4g}")
+            tried = [harness_seconds(model, their_task(task, data / file)) for model in models.values()]
+            theirs.append(min(seconds for seconds, _ in tried))  # its better batch size
+            values |= {f"{value:.4g}" for _, value in tried}
+        ratio = median(b / a for a, b in zip(ours, theirs, strict=True))
+        print(
+            f"{task}: plume {count / median(ours):.2f} items/s, harness {count / median(theirs):.2f} items/s, "
+            f"ratio {ratio:.2f} (value {', '.join(sorted(values))})",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""Whole evaluations: reports, resuming after a kill, comparison, contamination, metrics, the command line, sweeps."""
+
+import itertools
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import story, write_rows
+
+import plume.evaluate
+from plume.cli import main
+from plume.config import EvaluateConfig, UserError
+from plume.evaluate import evaluate, metrics
+from plume.evaluate.compare import compare, mcnemar, sign_flips
+from plume.evaluate.contamination import found_in, runs_of
+from plume.evaluate.published import published
+from plume.evaluate.report import read_report
+
+
+def run(folder, out, *tasks, **more):
+    return evaluate(EvaluateConfig(model=str(folder), tasks=tasks, out=out, **more))
+
+
+def test_the_report_says_what_its_numbers_depend_on(trained_folder, made, tmp_path):
+    from plume.weights import model_hash
+
+    out = tmp_path / "report"
+    report = run(trained_folder, out, "lambada", "hellaswag", "wikitext-2", data=made)
+    text = (out / "report.md").read_text()
+    for task in report.tasks:
+        first = task.first
+        for said in (model_hash(trained_folder), first.data_hash, "harness", "border='joined'", f"{first.tokens:,}"):
+            assert said in text
+        assert first.score.stderr is not None and first.seconds > 0
+        assert first.scored > 0
+    assert "41, 1 with their context cut on the left" in text
+    for name in ("scores.png", "loss_by_position.png", "calibration.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG") and name in text
+    assert [t.first for t in read_report(out).tasks] == [t.first for t in report.tasks]
+    again = run(trained_folder, out, "lambada", data=made, plots=False)["lambada"].first
+    assert again.scored == 0 and again.reused == 41
+    assert report["lambada"].first.scored + report["lambada"].first.reused == 41  # some made passages are the same
+    assert again.metrics == report["lambada"].first.metrics
+    assert "Earlier runs (acc)" in (out / "report.md").read_text()
+
+
+def test_the_package_is_a_door(trained_folder, made):
+    report = plume.evaluate(model=str(trained_folder), tasks=["lambada"], data=made, limit=3)
+    assert report["lambada"].first.items == 3
+    with pytest.raises(UserError, match="did you mean limit"):
+        plume.evaluate(model=str(trained_folder), tasks=["lambada"], limits=3)
+
+
+def test_published_numbers_stand_beside_a_model_of_known_name(random_folder, made, tmp_path):
+    named = tmp_path / "gpt2"
+    named.symlink_to(random_folder)
+    run(named, tmp_path / "out", "lambada", data=made, limit=3, plots=False)
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "GPT-2 paper, table 3" in text and "0.4599" in text and "35.13" in text
+    assert published("openai-community/gpt2-xl", "winograd")[0].value == 0.707
+    assert not published(str(random_folder), "lambada")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+def test_a_killed_run_goes_on_without_scoring_anything_twice(trained_folder, tmp_path, seconds):
+    """A real process, killed in the middle; what it had stored is reused, the rest is scored once."""
+    rows = [{"context": story(n, 2), "choices": [f"{w} {n}" for w in ("milk", "hay", "bones")], "answer": 0}
+            for n in range(1500)]  # fmt: skip
+    file, out = write_rows(tmp_path / "mine.jsonl", rows), tmp_path / "out"
+    words = ["evaluate", str(trained_folder), "--tasks", str(file), "--out", str(out), "--plots", "false"]
+    code = f"import torch; torch.set_num_threads(1); from plume.cli import main; main({words!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    store = out / "scores.sqlite"
+    deadline = time.monotonic() + 240
+    while stored(store) < 50:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(seconds)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = stored(store)
+    assert 50 <= before < 4500 and not (out / "report.md").exists()
+    result = run(trained_folder, out, str(file), plots=False)["mine"].first
+    assert result.reused == before and result.scored == 4500 - before
+    assert stored(store) == 4500
+    fresh = evaluate(EvaluateConfig(model=str(trained_folder), tasks=(str(file),)))["mine"].first
+    assert fresh.metrics == result.metrics and fresh.reused == 0
+
+
+def stored(path) -> int:
+    if not path.exists():
+        return 0
+    try:
+        with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as file:
+            return file.execute("SELECT count(*) FROM scores").fetchone()[0]
+    except sqlite3.OperationalError:  # not made yet
+        return 0
+
+
+# ---- comparing ---------------------------------------------------------------------------------------------------
+
+
+def test_two_reports_side_by_side(trained_folder, random_folder, made, tmp_path, capsys):
+    for name, folder in (("a", random_folder), ("b", trained_folder)):
+        run(folder, tmp_path / name, "lambada", "wikitext-2", data=made, plots=False)
+    found = {d.task: d for d in compare(tmp_path / "a", tmp_path / "b")}
+    assert found["lambada"].test == "McNemar, exact" and found["lambada"].items == 41
+    assert found["wikitext-2"].better == "B" and found["wikitext-2"].probability < 0.001
+    assert {d.better for d in compare(tmp_path / "a", tmp_path / "a")} == {"neither"}
+    assert main(["evaluate", "--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "wikitext-2" in capsys.readouterr().out
+    assert main(["evaluate", "--compare", str(tmp_path / "a"), str(tmp_path / "nowhere")]) == 2
+    assert "there is no report" in capsys.readouterr().err
+
+
+def test_significance_of_pairs():
+    from scipy.stats import binomtest
+
+    draw = np.random.default_rng(0)
+    x, y = draw.integers(0, 2, 60).astype(float), draw.integers(0, 2, 60).astype(float)
+    split = int(((x == 1) & (y == 0)).sum()), int(((x == 0) & (y == 1)).sum())
+    assert mcnemar(x, y) == pytest.approx(binomtest(split[0], sum(split)).pvalue)
+    assert mcnemar(x, x) == 1.0
+    d = draw.normal(0.4, 1, 10)
+    exact = np.mean([abs(np.dot(s, d)) >= abs(d.sum()) - 1e-12 for s in itertools.product((1, -1), repeat=10)])
+    assert sign_flips(d) == pytest.approx(exact, abs=0.02)
+
+
+# ---- contamination -----------------------------------------------------------------------------------------------
+
+
+def test_items_seen_in_training_are_found(trained_folder, tmp_path):
+    texts = [f"{story(100 + n, 2)} number {n}" for n in range(6)]
+    file = write_rows(tmp_path / "mine.jsonl", [{"context": t, "target": "end"} for t in [*texts, "too short"]])
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a.txt").write_text("Other words. " + texts[2].upper().replace(",", " ;") + " and so on.")
+    (tmp_path / "train" / "b.txt").write_text(" ".join(texts[4].split()[:14]) + " something else")
+    report = run(trained_folder, tmp_path / "out", str(file), training_data=(str(tmp_path / "train"),), plots=False)
+    task = report["mine"]
+    rows = [json.loads(line) for line in (tmp_path / "out" / task.first.items_file).read_text().splitlines()]
+    words = [set(itertools.pairwise(t.lower().replace(",", "").replace(".", "").split())) for t in texts]
+    assert len(words) == 6
+    assert rows[2]["overlap"] == pytest.approx(1.0, abs=0.1) and 0 < rows[4]["overlap"] < 0.5
+    assert [bool(r["overlap"]) for r in rows].count(True) == task.seen.dirty
+    assert task.seen.short == 1 and task.seen.clean + task.seen.dirty == 7
+    assert task.seen.clean_items is not None and "Contamination: " in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_runs_are_found_exactly():
+    """Against sets of word tuples."""
+    items, train = [story(n, 4) for n in range(5)], [story(n, 6) for n in range(3, 40)]
+    split = lambda t: t.lower().replace(",", "").replace(".", "").split()  # noqa: E731
+    grams = lambda t, n: {tuple(split(t)[i : i + n]) for i in range(len(split(t)) - n + 1)}  # noqa: E731
+    for n in (8, 13):
+        known = set().union(*(grams(t, n) for t in train))
+        wanted = np.unique(np.concatenate([runs_of(t, n) for t in items]))
+        found = found_in(wanted, iter(train), n)
+        assert len(found) == len(set().union(*(grams(t, n) for t in items)) & known)
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_numbers_against_other_libraries():
+    from sklearn.metrics import matthews_corrcoef
+
+    draw = np.random.default_rng(1)
+    gold, said = draw.integers(0, 2, 80).astype(bool), draw.integers(0, 2, 80).astype(bool)
+    assert metrics.matthews(gold, said).value == pytest.approx(matthews_corrcoef(gold, said))
+
+
+@pytest.mark.parametrize(
+    ("said", "answers", "exact", "f1"),
+    [
+        ("The cat, sat.", ["cat sat"], 1.0, 1.0),  # articles, case and punctuation do not count
+        ("a b c", ["b c d"], 0.0, 0.8),  # two of two words, two of three
+        ("", ["x"], 0.0, 0.0),
+        ("one two", ["three", "Two"], 0.0, 2 / 3),  # the answer that fits best
+    ],
+)
+def test_written_answers_are_compared_as_in_squad(said, answers, exact, f1):
+    assert metrics.exact_match(said, answers) == exact
+    assert metrics.f1(said, answers) == pytest.approx(f1)
+
+
+def test_errors_against_the_bootstrap():
+    draw = np.random.default_rng(2)
+    sizes = draw.integers(20, 60, 200)
+    totals = -draw.gamma(3.0, 1.0, 200) * sizes
+    rate, error = metrics.per_unit(list(totals), list(sizes), int(sizes.sum()))
+    assert rate == pytest.approx(-totals.sum() / sizes.sum())
+    picks = draw.integers(0, 200, (4000, 200))
+    boot = -totals[picks].sum(axis=1) / sizes[picks].sum(axis=1)
+    assert error == pytest.approx(boot.std(), rel=0.1)
+    assert metrics.mean([1.0, 0.0, 1.0]).stderr == pytest.approx(np.std([1, 0, 1], ddof=1) / np.sqrt(3))
+
+
+def test_the_threshold_is_the_best_one():
+    draw = np.random.default_rng(3)
+    for _ in range(20):
+        scores, good = draw.normal(size=15), draw.integers(0, 2, 15).astype(bool)
+        cut = metrics.best_threshold(list(scores), list(good))
+        right = lambda at: int(((scores > at) == good).sum())  # noqa: B023, E731
+        assert right(cut) == max(map(right, [-np.inf, *scores]))
+
+
+def test_calibration_and_positions():
+    bins = metrics.Calibration()
+    bins.add(np.array([0.95, 0.95, 0.15]), np.array([True, False, False]))
+    assert bins.plain()["error"] == pytest.approx((2 * 0.45 + 0.15) / 3)
+    places = metrics.ByPosition()
+    places.add(1, np.array([-1.0, -3.0, -5.0], dtype=np.float32))
+    assert places.plain() == {"from": [1, 3], "loss": [2.0, 5.0], "tokens": [2, 1]}
+
+
+# ---- the command line --------------------------------------------------------------------------------------------
+
+
+def test_evaluate_at_the_command_line(trained_folder, made, tmp_path, capsys):
+    words = ["evaluate", str(trained_folder), "--tasks", "lambada,hellaswag", "--data", str(made), "--limit", "4"]
+    assert main([*words, "--out", str(tmp_path / "out"), "--protocol", "gpt2-paper"]) == 0
+    assert "hellaswag" in capsys.readouterr().out
+    assert (tmp_path / "out" / "report.md").exists()
+    assert main([*words, "--protocol", "gpt4"]) == 2
+    assert main([*words, "--sots", "4"]) == 2
+    assert "did you mean shots" in capsys.readouterr().err
+    assert main(["evaluate", str(tmp_path / "none"), "--tasks", "lambada"]) == 2
+    assert main(["evaluate", str(trained_folder)]) == 2
+    assert "tasks is empty" in capsys.readouterr().err
+
+
+def test_a_sweep_trains_each_size_once(tmp_path, capsys):
+    for n in range(30):
+        (tmp_path / f"{n}.txt").write_text(story(n, 30))
+    recipe = tmp_path / "sweep.toml"
+    recipe.write_text(
+        f"""
+        folder = "{tmp_path}/sweep"
+        sizes = ["1x16", "2x32"]
+        head_width = 16
+        [model]
+        preset = "gpt2-laptop"
+        context = 32
+        [train]
+        steps = 6
+        batch = 4
+        log_every = 2
+        precision = "fp32"
+        device = "cpu"
+        [data]
+        paths = ["{tmp_path}/*.txt"]
+        folder = "{tmp_path}/shards"
+        validation = 0.2
+        workers = 1
+        tokenizer = {{ vocab_size = 300 }}
+        """
+    )
+    assert main(["sweep", str(recipe)]) == 0
+    report = json.loads((tmp_path / "sweep" / "report.json").read_text())
+    first, second = report["sizes"]
+    assert first["name"] == "1x16" and first["parameters"] < second["parameters"]
+    assert first["tokens"] == second["tokens"] == 6 * 4 * 32
+    assert second["compute"] > 6 * second["tokens"] * 2 * 12 * 32 * 32
+    x = np.log([first["parameters"], second["parameters"]])
+    y = np.log([first["validation"], second["validation"]])
+    assert report["fits"]["parameters"]["power"] == pytest.approx(-(y[1] - y[0]) / (x[1] - x[0]))
+    for name in ("loss_by_parameters.png", "loss_by_compute.png"):
+        assert (tmp_path / "sweep" / name).read_bytes().startswith(b"\x89PNG")
+    weights = tmp_path / "sweep" / "2x32" / "model" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    (tmp_path / "sweep" / "report.md").unlink()
+    assert main(["sweep", str(recipe)]) == 0
+    assert weights.stat().st_mtime_ns == written and (tmp_path / "sweep" / "report.md").exists()
+    assert main(["sweep", str(recipe), "--sizes", '["4", "2x32"]']) == 2
+    assert "'4' is not LAYERSxWIDTH" in capsys.readouterr().err
