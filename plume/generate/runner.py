@@ -30,6 +30,7 @@ class Runner:
         self.reused_tokens = 0  # tokens that did not have to be read again
         self.used = [0] * engine.slots  # when each slot was last used
         self.clock = 0
+        self.prompt_room: int | None = None  # most prompt tokens that one step reads, so that nobody waits long for it
 
     def add(self, continuation: Continuation) -> None:
         self.waiting.append(continuation)
@@ -47,7 +48,7 @@ class Runner:
     def step(self) -> list[Continuation]:
         """One step of everything under way; returns the continuations that have moved."""
         self._admit()
-        plans = {slot: self._plan(slot, c) for slot, c in self.active.items()}
+        plans = self._plans()
         if not plans:
             return []
         logits = self.engine.step([feed for feed, _ in plans.values()])
@@ -56,6 +57,8 @@ class Runner:
             continuation = self.active[slot]
             before = len(continuation.window)
             self.read[slot] += feed.tokens
+            if feed.wanted == 0:  # more of its prompt is to come
+                continue
             written = continuation.accept(logits[row : row + feed.wanted], guesses)
             self._keep(slot, before + written - 1)
             row += feed.wanted
@@ -90,6 +93,21 @@ class Runner:
         logits = self.engine.step([Feed(slot, new, wanted)])
         self.read[slot] += new
         return logits
+
+    def _plans(self) -> dict[int, tuple[Feed, list[int]]]:
+        """What each slot reads in this step. Who writes goes on; prompts share the room that a step has for them."""
+        plans, room = dict[int, tuple[Feed, list[int]]](), self.prompt_room
+        for slot, continuation in self.active.items():
+            feed, guesses = self._plan(slot, continuation)
+            prompt = len(feed.tokens) - feed.wanted
+            if room is not None and prompt > 0:
+                if room == 0:
+                    continue
+                if prompt > room:
+                    feed, guesses = Feed(slot, feed.tokens[:room], 0), []
+                room -= min(prompt, room)
+            plans[slot] = feed, guesses
+        return plans
 
     def _plan(self, slot: int, continuation: Continuation) -> tuple[Feed, list[int]]:
         if continuation.full:

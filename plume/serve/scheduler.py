@@ -15,6 +15,7 @@ from plume.generate.continuation import Choice, Continuation
 from plume.generate.engine import Logits
 from plume.generate.runner import Runner
 
+PROMPT_ROOM = 256  # prompt tokens read in one step, which everybody who writes waits for
 LOOKS_PER_STEP = 2  # questions about a text that are answered between two steps of those who write
 
 
@@ -101,6 +102,7 @@ class Scheduler:
 
     def __init__(self, runner: Runner, *, queue: int, name: str = "model") -> None:
         self.runner, self.queue = runner, queue
+        runner.prompt_room = PROMPT_ROOM
         self.seats = max(1, runner.engine.slots - 1)
         self.counters = Counters()
         self._waiting: OrderedDict[str, deque[Ticket]] = OrderedDict()  # by client; the first one's turn is next

@@ -23,6 +23,7 @@ class Recorder:
     def __init__(self) -> None:
         self.reads: list[list[int]] = [[] for _ in range(self.slots)]
         self.steps: list[set[int]] = []
+        self.sizes: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
         self.fail = False
@@ -38,12 +39,13 @@ class Recorder:
         rows = []
         for feed in feeds:
             self.reads[feed.slot] += feed.tokens
-            for token in list(feed.tokens)[-feed.wanted :]:
+            for token in list(feed.tokens)[len(feed.tokens) - feed.wanted :]:
                 row = np.full(100, -50, np.float32)
                 row[(token + 1) % 90] = 50
                 rows.append(row)
         self.steps.append({feed.tokens[0] for feed in feeds})
-        return np.stack(rows)
+        self.sizes.append(sum(len(feed.tokens) for feed in feeds))
+        return np.stack(rows) if rows else np.zeros((0, 100), np.float32)
 
     def rewind(self, slot, length):
         del self.reads[slot][length:]
@@ -218,6 +220,25 @@ def test_looks_are_answered_while_all_seats_are_taken(scheduler, engine, tokeniz
     assert all(row.argmax(1).tolist() == [9, 10] for row in rows)
     for i, (_, moves) in enumerate(made, start=1):
         assert written(moves)[:3] == [10 * i + 1, 10 * i + 2, 10 * i + 3]
+
+
+def test_long_prompts_are_read_in_parts_beside_those_who_write(scheduler, engine, tokenizer):
+    scheduler.runner.prompt_room = 8
+    writer, moves = ticket(tokenizer, first=1, tokens=40)
+    scheduler.submit([writer])
+    moves.get(timeout=10)
+    config = SamplingConfig(max_new_tokens=3, temperature=0, ignore_end=True)
+    prompts = [list(range(20 * i, 20 * i + 20)) for i in (1, 2)]
+    found = []
+    for prompt in prompts:
+        long = Insulated(prompt, config, tokenizer=tokenizer, context=64, vocab_size=100, seed=0)
+        news = queue.Queue()
+        scheduler.submit([Ticket(long, "b", time.monotonic() + 10, news.put)])
+        found.append(news)
+    for prompt, news in zip(prompts, found, strict=True):
+        assert written(news) == [prompt[-1] + 1, prompt[-1] + 2, prompt[-1] + 3]
+    assert len(written(moves)) == 39
+    assert max(engine.sizes) <= 8 + 3
 
 
 def test_a_shared_beginning_is_read_once(scheduler, engine, tokenizer):
