@@ -224,3 +224,18 @@ def test_wrong_places_are_named():
     ]:
         with pytest.raises(UserError, match=message):
             call()
+
+
+def test_an_lm_explains_a_text(tmp_path):
+    import plume
+    from plume.config import TokenizerConfig
+    from plume.text import train_tokenizer
+    from plume.weights import save_model
+
+    tokenizer = train_tokenizer(TokenizerConfig(kind="bytes"), ["x"])
+    model = random_model(replace(FAMILIES["gpt2"], vocab_size=tokenizer.vocab_size))
+    save_model(model, tmp_path / "model", tokenizer=tokenizer)
+    seen = plume.load(tmp_path / "model").explain("robot 你")
+    assert "".join(seen.pieces[:6]) == "robot " and seen.pieces[6] == "\\xe4"
+    np.testing.assert_allclose(seen.attention(0).sum(-1), 1, atol=1e-5)
+    assert seen.next_tokens(3).probabilities[0] > 0

@@ -1,0 +1,79 @@
+"""Checkpoints of a run as models: the weights of that step, opened when somebody asks, a few at a time."""
+
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from conftest import run_server
+
+from plume.generate.lm import load
+from plume.serve import models as serving
+from plume.serve.run import with_runs
+from plume.serve.runs import Runs
+from plume.train.checkpoint import Checkpoints
+from plume.train.ranks import Ranks
+from plume.train.runs import write_recipe
+from plume.weights import load_model, save_model
+
+
+@pytest.fixture(scope="module")
+def run(models, tmp_path_factory):
+    """A run whose checkpoints are the final weights times 1, 2, 3, 4."""
+    folder = tmp_path_factory.mktemp("trained") / "demo"
+    folder.mkdir()
+    write_recipe(folder, {"train": {"steps": 40}})
+    lm = load(models["gpt"])
+    save_model(lm.model, folder / "model", tokenizer=lm.tokenizer)
+    checkpoints = Checkpoints(folder / "checkpoints", Ranks(), keep_last=9, say=print)
+    for step in (10, 20, 30, 40):
+        tensors = {f"model/{name}": p.detach() * (step / 40) for name, p in lm.model.named_parameters()}
+        checkpoints.save(step, tensors, {}, best=None)
+    return folder
+
+
+def test_a_checkpoint_answers_with_its_own_weights(run, models, serve_config, monkeypatch):
+    monkeypatch.setattr(serving, "CHECKPOINTS_OPEN", 2)
+    config = with_runs(replace(serve_config, models=(str(run),), runs=None))
+    assert config.runs == run.parent
+    running = run_server(config)
+    site = next(running)
+    with httpx.Client(base_url=site.url, timeout=60) as client:
+        listed = {row["id"]: row["plume"] for row in client.get("/v1/models").json()["data"]}
+        assert list(listed) == ["demo", "demo@10", "demo@20", "demo@30", "demo@40"]
+        assert listed["demo@20"]["step"] == 20 and listed["demo@20"]["run"] == listed["demo"]["run"] == "demo"
+        for step in (10, 20, 30, 10):
+            model = load_model(models["gpt"])
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter *= step / 40
+            body = {"model": f"demo@{step}", "text": "The robot", "k": 5}
+            answer = client.post("/v1/next-tokens", json=body).json()
+            with torch.no_grad():
+                p = model(torch.tensor([answer["tokens"]]))[0, -1].softmax(-1).topk(5)
+            np.testing.assert_allclose(answer["candidates"]["probabilities"], p.values.numpy(), rtol=1e-4)
+        assert len(site.app.state.models._lazy) == 2
+        assert client.post("/v1/next-tokens", json={"model": "demo@11", "text": "a"}).status_code == 404
+    with pytest.raises(StopIteration):
+        next(running)
+
+
+def test_folders_that_are_no_runs_are_not_shown(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "recipe.toml").write_text("= not toml")
+    runs = Runs(tmp_path)
+    assert [row["name"] for row in runs.listing()] == ["broken"]
+    assert runs.checkpoints() == {}
+    assert Runs(None).listing() == [] and Runs(tmp_path / "nowhere").folders() == {}
+
+
+def test_a_run_that_goes_back_is_seen_as_restarted(runs_folder):
+    runs = Runs(runs_folder)
+    file = runs_folder / "first" / "metrics.jsonl"
+    kept = file.read_text()
+    runs.listing()
+    file.write_text(kept.splitlines()[0] + "\n")
+    assert {row["name"]: row["restarts"] for row in runs.listing()}["first"] == 1
+    file.write_text(kept)
