@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import tempfile
 import threading
 import time
@@ -200,8 +201,6 @@ def ctranslate2_engine(folder: Path, config: DecodeBenchConfig, threads: int, ro
     generator = ctranslate2.Generator(
         str(path), device="cpu", inter_threads=1, intra_threads=threads, compute_type=kind
     )
-    import json
-
     vocabulary = json.loads((path / "vocabulary.json").read_text())
 
     def words(ids: list[int]) -> list[str]:
