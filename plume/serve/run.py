@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -36,8 +37,10 @@ class Server(uvicorn.Server):
             self.when_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, and the process then ends well; a second Ctrl-C ends it at once."""
         self.when_stopping()
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
 
 def bind(config: ServeConfig) -> socket.socket:
