@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -25,86 +25,92 @@ bench = cyclopts.App(name="bench", help="Measure Plume beside its peers on this 
 app.command(bench)
 
 T = TypeVar("T")
-Overrides = Annotated[str, cyclopts.Parameter(show=False, allow_leading_hyphen=True)]
+Words = Annotated[str, cyclopts.Parameter(show=False, allow_leading_hyphen=True)]
+Json = Annotated[bool, cyclopts.Parameter(name="--json", negative=())]
 
 
-def configured(kind: type[T], recipe: Path | None, words: Sequence[str], *, start: dict[str, Any] | None = None) -> T:
-    """A config from a recipe with `--section.field value` words laid over it."""
-    table = {**(start or {}), **({} if recipe is None else config.read_recipe(recipe))}
-    overrides = config.parse_overrides(words)
-    return config.build(kind, config.with_overrides(table, overrides), origin="" if recipe is None else str(recipe))
+def settings(
+    kind: type[T], words: Sequence[str], takes: str = "", *, section: str = "", start: Mapping[str, Any] | None = None
+) -> T:
+    """A config from the words behind a verb: what it takes, or a recipe; then `--section.field value` options.
+
+    What it takes fills the field of that name. Of a recipe, `section` is used if it has one.
+    """
+    leading, options = split(words)
+    recipe = Path(leading[0]) if len(leading) == 1 and leading[0].endswith(".toml") else None
+    table = dict(start or {})
+    if recipe is not None:
+        read = config.read_recipe(recipe)
+        table |= read.get(section, read)
+    elif leading and takes:
+        table[takes] = list(leading) if len(leading) > 1 else leading[0]
+    elif leading:
+        raise UserError(f"{leading[0]!r} is neither a recipe (a .toml file) nor an option (--section.field value)")
+    table = config.with_overrides(table, config.parse_overrides(options))
+    return config.build(kind, table, origin="" if recipe is None else str(recipe))
+
+
+def split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
+    return words[:count], words[count:]
 
 
 @app.command
-def plan(
-    preset: str, /, *overrides: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False
-) -> None:
+def plan(preset: str, /, *words: Words, as_json: Json = False) -> None:
     """What a model needs: parameters per layer, memory, arithmetic, time here and on named hardware.
 
-    Other options: --tokens, --batch, --sequence, and --model.FIELD for every field of the model. With --ranks N also
-    what each of N ranks holds and sends: --strategy, --tensor-parallel, --accumulate, --activation-checkpointing.
+    With --ranks N also what each of N ranks holds and sends.
     """
-    start = {"name": preset, "model": {"preset": preset}}
-    settings = configured(config.PlanConfig, None, overrides, start=start)
+    wanted = settings(config.PlanConfig, words, start={"name": preset, "model": {"preset": preset}})
     from plume import plan as planning
 
-    result = planning.plan(settings)
-    share = planning.plan_ranks(settings, result) if settings.ranks > 1 else None
+    result = planning.plan(wanted)
+    share = planning.plan_ranks(wanted, result) if wanted.ranks > 1 else None
     if as_json:
         each = {} if share is None else {"rank": {**dataclasses.asdict(share), "total_bytes": share.total_bytes}}
         print(json.dumps({**result.as_json(), **each}, indent=2))
     else:
-        show(planning.table(result, settings), *([] if share is None else [planning.rank_table(share, settings)]))
+        show(planning.table(result, wanted), *([] if share is None else [planning.rank_table(share, wanted)]))
 
 
 @app.command
-def demo(
-    *, text: list[str] | None = None, folder: Path = Path("runs/demo"), minutes: float = 2.0, seed: int = 1
-) -> None:
+def demo(*words: Words) -> None:
     """A first model in a few minutes: from text to samples.
 
     It reads the source of Python's standard library, or your --text, trains a tokenizer and a small GPT-2, compares its
     loss with what simple statistics reach, writes samples, and says how to go on.
     """
-    settings = config.DemoConfig(text=() if text is None else tuple(text), folder=folder, minutes=minutes, seed=seed)
+    wanted = settings(config.DemoConfig, words)
     from plume.demo import demo as run
 
-    run(settings)
+    run(wanted)
 
 
 @app.command
-def prepare(*words: Overrides) -> None:
-    """Texts to token shards.
+def prepare(*words: Words) -> None:
+    """Texts to token shards: `plume prepare TEXT... --folder FOLDER`, or `plume prepare RECIPE.toml`.
 
-    `plume prepare TEXT... --folder FOLDER` reads files, folders, globs, python:stdlib or hub:NAME, with any field of
-    the data config as an option (--clean.duplicates near, --tokenizer.folder FOLDER); or `plume prepare RECIPE.toml`,
-    whose section [data] has the same fields. Run again after an interruption, it goes on where it was.
+    A TEXT is a file, a folder, a glob, python:stdlib or hub:NAME. Of a recipe, the section [data] is used. Run again
+    after an interruption, it goes on where it was.
     """
-    count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    recipe = Path(words[0]) if count == 1 and words[0].endswith(".toml") else None
-    table = {"paths": list(words[:count])} if recipe is None else config.read_recipe(recipe)
-    table = config.with_overrides(table.get("data", table), config.parse_overrides(words[count:]))
-    settings = config.build(config.DataConfig, table, origin="" if recipe is None else str(recipe))
+    wanted = settings(config.DataConfig, words, "paths", section="data")
     from plume import data
 
-    show(data.show_report(data.prepare(settings).report))
+    show(data.show_report(data.prepare(wanted).report))
 
 
 @tokenizer.command(name="train")
-def train_tokenizer(*words: Overrides) -> None:
-    """Train a tokenizer on text files: `plume tokenizer train FILE... --out FOLDER`.
-
-    Options: every field of the tokenizer config, such as --kind wordpiece, --vocab-size 8192, --specials roberta.
-    """
-    count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    overrides = config.parse_overrides(words[count:])
+def train_tokenizer(*words: Words) -> None:
+    """Train a tokenizer on text files: `plume tokenizer train FILE... --out FOLDER`."""
+    files, options = split(words)
+    overrides = config.parse_overrides(options)
     out = overrides.pop("out", None)
-    if out is None:
+    if not isinstance(out, str):
         raise UserError("--out is missing: the folder to write the tokenizer to, for example --out tokenizer")
-    settings = config.build(config.TokenizerConfig, config.with_overrides({}, overrides))
+    wanted = config.build(config.TokenizerConfig, config.with_overrides({}, overrides))
     from plume import text
 
-    trained = text.train_command([Path(word) for word in words[:count]], Path(out), settings)
+    trained = text.train_command([Path(file) for file in files], Path(out), wanted)
     show(f"{trained.kind} tokenizer with {trained.vocab_size} tokens in {out}")
 
 
@@ -117,57 +123,52 @@ def inspect_tokenizer(folder: Path, text: str) -> None:
 
 
 @app.command
-def pretrain(
-    recipe: Path, /, *overrides: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False
-) -> None:
-    """Texts to a pretrained model, as a recipe says.
+def pretrain(*words: Words, as_json: Json = False) -> None:
+    """Texts to a pretrained model, as a recipe says: `plume pretrain RECIPE.toml`.
 
-    Any field of the recipe is an option: --folder runs/mine, --train.steps 500, --data.paths '["my.txt"]'. With
-    --resume it goes on from the newest whole checkpoint; with --overwrite it begins again. Under torchrun it is one
-    rank of many.
+    With --resume it goes on from the newest whole checkpoint; with --overwrite it begins again. Under torchrun it is
+    one rank of many.
     """
-    settings = configured(config.PretrainConfig, recipe, overrides)
+    if not words:
+        raise UserError("which recipe? plume pretrain recipes/gpt2-laptop.toml")
+    wanted = settings(config.PretrainConfig, words)
     from plume.train.pretrain import pretrain as run
 
-    result = run(settings)
+    result = run(wanted)
     if result.main:
         print(json.dumps(result.as_json(), indent=2) if as_json else result.summary())
 
 
 @app.command
-def finetune(*words: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False) -> None:
+def finetune(*words: Words, as_json: Json = False) -> None:
     """A pretrained model and labelled rows to a measured model.
 
-    `plume finetune --model MODEL --task.train FILE --folder FOLDER`, with any field of the config as an option
-    (--task.kind tag, --task.columns.text review, --adapt.mode lora, --seeds 5); or `plume finetune RECIPE.toml`. The
-    model folder, report.md, predictions.jsonl and plots are written into the folder.
+    `plume finetune MODEL --task.train FILE --folder FOLDER`, or `plume finetune RECIPE.toml`. The model folder,
+    report.md, predictions.jsonl and plots are written into the folder.
     """
-    recipe, overrides = (Path(words[0]), words[1:]) if words and not words[0].startswith("--") else (None, words)
-    settings = configured(config.FinetuneConfig, recipe, overrides)
+    wanted = settings(config.FinetuneConfig, words, "model")
     from plume.generate.translating import finetune as run
 
-    result = run(settings)
+    result = run(wanted)
     if as_json:
-        print((settings.folder / "results.json").read_text(encoding="utf-8"))
+        print((wanted.folder / "results.json").read_text(encoding="utf-8"))
     else:
         about = result.summary
         spread = f"from {about['lowest']:.4f} to {about['highest']:.4f} over {len(result.seeds)} seeds"
         print(f"validation {result.metric}: median {about['median']:.4f}, {spread}")
-        print(f"wrote {settings.folder / 'report.md'} and {result.model}")
+        print(f"wrote {wanted.folder / 'report.md'} and {result.model}")
 
 
 @app.command
-def distill(*words: Overrides, as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False) -> None:
-    """A smaller student of a pretrained teacher.
+def distill(*words: Words, as_json: Json = False) -> None:
+    """A smaller student of a pretrained teacher: `plume distill TEACHER --prepared DATA --folder FOLDER`.
 
-    `plume distill --teacher MODEL --prepared DATA --folder FOLDER`, with any field of the config as an option
-    (--layers 6, --temperature 2, --train.steps 2000); or `plume distill RECIPE.toml`.
+    Or `plume distill RECIPE.toml`.
     """
-    recipe, overrides = (Path(words[0]), words[1:]) if words and not words[0].startswith("--") else (None, words)
-    settings = configured(config.DistillConfig, recipe, overrides)
+    wanted = settings(config.DistillConfig, words, "teacher")
     from plume.train.distill import distill as run
 
-    result = run(settings)
+    result = run(wanted)
     print(json.dumps(result.as_json(), indent=2) if as_json else result.summary())
 
 
@@ -176,7 +177,7 @@ def runs(
     *folders: Path,
     compare: bool = False,
     plot: Path | None = None,
-    as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False,
+    as_json: Json = False,
 ) -> None:
     """List run folders (those below runs/ unless named), compare their settings and losses, or plot them as a PNG."""
     from plume.train import runs as look
@@ -194,9 +195,7 @@ def runs(
 
 
 @app.command
-def doctor(
-    *, device: str = "auto", as_json: Annotated[bool, cyclopts.Parameter(name="--json")] = False, patience: float = 30.0
-) -> None:
+def doctor(*, device: str = "auto", as_json: Json = False, patience: float = 30.0) -> None:
     """Is this machine fit to train: devices, memory, the fastest precision; under torchrun also a sum over ranks."""
     from plume.train.doctor import doctor as examine
     from plume.train.doctor import show_diagnosis
@@ -213,9 +212,7 @@ def doctor(
 
 
 @app.command
-def serve(
-    *words: Overrides, new_key: Annotated[bool, cyclopts.Parameter(name="--new-key", negative=())] = False
-) -> None:
+def serve(*words: Words, new_key: Annotated[bool, cyclopts.Parameter(name="--new-key", negative=())] = False) -> None:
     """Serve models over HTTP, in the shape that OpenAI's clients speak: `plume serve MODEL [MODEL...]`.
 
     MODEL is a model folder, a run folder or a hub name; NAME=MODEL gives it another name. Options: every field of the
@@ -230,11 +227,11 @@ def serve(
             f"key:  {key}\nhash: {hashed}\nStart the server with --keys '[\"{hashed}\"]' and give the key to its user."
         )
         return
-    serving.serve(served(words))
+    serving.serve(settings(config.ServeConfig, words, "models"))
 
 
 @app.command
-def explore(*words: Overrides, browser: Annotated[bool, cyclopts.Parameter(name="--browser")] = True) -> None:
+def explore(*words: Words, browser: Annotated[bool, cyclopts.Parameter(name="--browser")] = True) -> None:
     """Open the Explorer on a model: next tokens, attention, layers, surprise, training runs.
 
     `plume explore MODEL [MODEL...]` serves them and opens the page; --no-browser only prints its address. Options as
@@ -242,15 +239,7 @@ def explore(*words: Overrides, browser: Annotated[bool, cyclopts.Parameter(name=
     """
     from plume import serve as serving
 
-    serving.explore(served(words), browser=browser)
-
-
-def served(words: Sequence[str]) -> config.ServeConfig:
-    """Models first, then options; or a recipe and options."""
-    count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    recipe = Path(words[0]) if count == 1 and words[0].endswith(".toml") else None
-    start = {"models": list(words[:count])} if recipe is None else {}
-    return configured(config.ServeConfig, recipe, words[count:], start=start)
+    serving.explore(settings(config.ServeConfig, words, "models"), browser=browser)
 
 
 @app.command(name="import")
@@ -265,53 +254,40 @@ def import_model(source: str, /, *, out: Path) -> None:
 
 
 @app.command
-def generate(model: str, /, *words: Overrides) -> None:
+def generate(model: str, /, *words: Words) -> None:
     """Write text after a PROMPT, after each prompt of a file (--prompts), or in a conversation at the terminal.
 
-    Other options: the fields of sampling and engine by name, for example --temperature 0.8 --top-k 20 --seed 1
-    --precision int8 --stop "END"; --out FILE, --unconditional. `plume generate MODEL --options` lists them all.
+    Options of sampling and engine need no section name: --temperature 0.8 --top-k 20 --seed 1 --precision int8.
     """
     from plume.generate import command
 
-    if "--options" in words:
-        show(options_table(config.GenerateConfig))
-        return
     prompt = words[0] if words and not words[0].startswith("--") else None
     command.generate(command.configure(model, prompt, words if prompt is None else words[1:]))
 
 
 @app.command
-def export(model: Path, /, *words: Overrides) -> None:
-    """Write a model for another runtime and check it there: --format gguf or onnx, --precision, --cache, --out."""
-    settings = configured(config.ExportConfig, None, words, start={"model": str(model)})
+def export(*words: Words) -> None:
+    """Write a model for another runtime and check it there: `plume export MODEL --format gguf`, or onnx."""
+    wanted = settings(config.ExportConfig, words, "model")
     from plume.generate.export import export as write
 
-    print(write(settings))
+    print(write(wanted))
 
 
 @bench.command(name="decode")
-def bench_decode(*words: Overrides) -> None:
+def bench_decode(*words: Words) -> None:
     """How fast a GPT writes here, beside every other installed engine: --model, --preset, --rounds, --threads, ..."""
-    settings = configured(config.DecodeBenchConfig, None, words)
+    wanted = settings(config.DecodeBenchConfig, words)
     from plume.generate import bench as benching
 
-    show(benching.table(benching.bench_decode(settings), settings))
-
-
-def options_table(kind: type) -> Any:
-    from rich.table import Table
-
-    table = Table("option", "type", "default", "meaning")
-    for row in config.describe(kind):
-        table.add_row(*row)
-    return table
+    show(benching.table(benching.bench_decode(wanted), wanted))
 
 
 @app.command
 def evaluate(
     model: str | None = None,
     /,
-    *overrides: Overrides,
+    *words: Words,
     tasks: str = "",
     compare: Annotated[tuple[Path, Path] | None, cyclopts.Parameter(consume_multiple=True)] = None,
 ) -> None:
@@ -330,28 +306,61 @@ def evaluate(
     if model is None:
         raise UserError("which model? plume evaluate MODEL --tasks lambada; or plume evaluate --compare A B")
     start = {"model": model, "tasks": [name for name in tasks.split(",") if name]}
-    settings = configured(config.EvaluateConfig, None, overrides, start=start)
+    wanted = settings(config.EvaluateConfig, words, start=start)
     from plume.evaluate import evaluate as measure
     from plume.evaluate.report import summary
 
-    show(summary(measure(settings)))
-    if settings.out is not None:
-        show(f"report: {settings.out / 'report.md'}")
+    show(summary(measure(wanted)))
+    if wanted.out is not None:
+        show(f"report: {wanted.out / 'report.md'}")
 
 
 @app.command
-def sweep(recipe: Path, /, *overrides: Overrides) -> None:
+def sweep(*words: Words) -> None:
     """Train several sizes on the same data: `plume sweep RECIPE.toml --folder runs/sweep --sizes '["1x32", "2x64"]'`.
 
     Run again after an interruption, it goes on where it was.
     """
-    settings = configured(config.SweepConfig, recipe, overrides)
+    wanted = settings(config.SweepConfig, words)
     from plume.evaluate import sweep as train_all
 
-    found = train_all(settings)
+    found = train_all(wanted)
     for size in found["sizes"]:
         show(f"{size['name']}: {size['parameters']:,} parameters, loss {size['loss']:.4f}")
-    show(f"report: {settings.folder / 'report.md'}")
+    show(f"report: {wanted.folder / 'report.md'}")
+
+
+OPTIONS = {  # what --help lists behind these verbs: every field of their config
+    "demo": config.DemoConfig,
+    "prepare": config.DataConfig,
+    "tokenizer train": config.TokenizerConfig,
+    "pretrain": config.PretrainConfig,
+    "finetune": config.FinetuneConfig,
+    "distill": config.DistillConfig,
+    "generate": config.GenerateConfig,
+    "export": config.ExportConfig,
+    "bench decode": config.DecodeBenchConfig,
+    "evaluate": config.EvaluateConfig,
+    "sweep": config.SweepConfig,
+    "serve": config.ServeConfig,
+    "explore": config.ServeConfig,
+    "plan": config.PlanConfig,
+}
+
+
+def show_options(words: Sequence[str]) -> None:
+    """The fields behind a verb whose --help was asked for."""
+    from rich.table import Table
+
+    kind = OPTIONS.get(" ".join(words[:2]), OPTIONS.get(words[0]))
+    if kind is None:
+        return
+    table = Table("option", "default", "what it is", title="Options", title_justify="left", box=None, padding=(0, 1))
+    table.columns[0].no_wrap = True
+    for name, type_, default, comment in config.describe(kind):
+        choices = type_ if "|" in type_ else ""
+        table.add_row(f"--{name}", default, ": ".join(part for part in (choices, comment) if part))
+    show(table)
 
 
 def show(*things: Any) -> None:
@@ -365,7 +374,10 @@ def show(*things: Any) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command. A user's mistake ends it with one message and code 2; a traceback means a defect of Plume."""
     try:
-        app(sys.argv[1:] if words is None else list(words), exit_on_error=False, result_action="return_value")
+        words = sys.argv[1:] if words is None else list(words)
+        app(words, exit_on_error=False, result_action="return_value")
+        if len(words) > 1 and {"--help", "-h"} & set(words):
+            show_options(words)
     except UserError as error:
         print(f"plume: {error}", file=sys.stderr)
         return 2

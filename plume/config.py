@@ -350,7 +350,9 @@ class TrainConfig:
     checkpoint_every: int | None = None  # unset means as often as validation
     keep_last: int = 2  # checkpoints
     keep_best: bool = True  # also the checkpoint of the lowest validation loss; the model folder is made from it
-    average: int = 1  # last checkpoints whose mean the model folder is made from, as the Transformer's 5; 1 means the last
+    average: int = (
+        1  # last checkpoints whose mean the model folder is made from, as the Transformer's 5; 1 means the last
+    )
     sample_every: int | None = None  # unset means as often as validation
     sample_prompt: str = ""
     sample_tokens: int = 64
@@ -896,7 +898,8 @@ def _fill(kind: type, table: Mapping[str, Any], path: str) -> tuple[dict[str, An
         elif get_origin(known[name]) is tuple and not isinstance(value, (list, tuple)):
             filled[name] = [value]  # one value stands for a list of one
         else:
-            filled[name] = value
+            alone = get_origin(known[name]) is tuple and isinstance(value, str | int | float)
+            filled[name] = (value,) if alone else value  # one word for a list is a list of one
     return filled, problems
 
 
@@ -928,23 +931,22 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is not TOML: {error}") from None
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, str]:
-    """`--section.field value` and `--section.field=value` pairs; a flag alone means true."""
-    overrides: dict[str, str] = {}
+def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
+    """`--section.field value` and `--section.field=value`; several values make a list, and a flag alone means true."""
+    found: dict[str, list[str]] = {}
     name = ""
     for word in words:
         if word.startswith("--") and len(word) > 2:
             name, equals, value = word[2:].partition("=")
-            overrides[name] = value if equals else "true"
-            name = "" if equals else name
+            found.setdefault(name, []).extend([value] if equals else [])
         elif name:
-            overrides[name], name = word, ""
+            found[name].append(word)
         else:
             raise UserError(f"{word!r} stands alone; options look like --section.field value")
-    return overrides
+    return {name: values[0] if len(values) == 1 else values or "true" for name, values in found.items()}
 
 
-def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, str]) -> dict[str, Any]:
+def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, str | list[str]]) -> dict[str, Any]:
     """The table with `section.field` values laid over it; a value is read as TOML, or else as plain text."""
     merged: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in table.items()}
     for dotted, text in overrides.items():
@@ -953,7 +955,7 @@ def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, str]) -> di
         for section in sections:
             inner = place.get(section)
             place[section] = place = dict(inner) if isinstance(inner, Mapping) else {}
-        place[name] = _toml_value(text)
+        place[name] = _toml_value(text) if isinstance(text, str) else [_toml_value(value) for value in text]
     return merged
 
 
@@ -966,12 +968,17 @@ def _toml_value(text: str) -> Any:
 
 def describe(kind: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
     """(name, type, default, comment) of every field, nested ones dotted: what --help shows."""
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(kind), flags=re.MULTILINE))
+    parts = re.split(r"^    (?=\w+: )", inspect.getsource(kind), flags=re.MULTILINE)[1:]
+    comments = {
+        part.split(":")[0]: found[1] for part in parts if (found := re.search(r"  # (.*)$", part, re.MULTILINE))
+    }
     hints, rows = get_type_hints(kind), list[tuple[str, str, str, str]]()
     for f in fields(kind):
         if is_dataclass(hints[f.name]):
             rows += describe(hints[f.name], f"{prefix}{f.name}.")
             continue
-        default = "" if f.default is MISSING else str(f.default)
-        rows.append((prefix + f.name, str(f.type).replace("Literal", ""), default, comments.get(f.name, "")))
+        choices = re.search(r"Literal\[(.*?)\]", str(f.type))
+        type_ = choices[1].replace('"', "").replace("'", "").replace(", ", "|") if choices else str(f.type)
+        default = "" if f.default is MISSING or f.default is None else str(f.default)
+        rows.append((prefix + f.name, type_.removesuffix(" | None"), default, comments.get(f.name, "")))
     return rows

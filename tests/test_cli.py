@@ -65,7 +65,7 @@ def test_an_unknown_preset(capsys):
 def test_a_typo_in_an_option(capsys):
     refused(capsys, ["plan", "gpt2", "--modle.layers", "3"], "there is no modle; did you mean model?")
     refused(capsys, ["plan", "gpt2", "--model.layrs", "3"], "did you mean model.layers?")
-    refused(capsys, ["demo", "--minuets", "3"], "--minuets")
+    refused(capsys, ["demo", "--minuets", "3"], "there is no minuets; did you mean minutes?")
 
 
 def test_a_typo_in_a_verb(capsys):
@@ -92,3 +92,16 @@ def test_a_folder_made_elsewhere_is_imported(capsys, here):
     assert main(["import", "theirs", "--out", "ours"]) == 0
     assert (here / "ours" / "plume.json").is_file()
     assert (here / "ours" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "verb", ["demo", "prepare", "pretrain", "finetune", "distill", "generate", "evaluate", "serve"]
+)
+def test_help_lists_every_option_with_its_meaning(verb, capsys):
+    from plume.cli import OPTIONS
+    from plume.config import describe
+
+    assert main([verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, *_ in describe(OPTIONS[verb]):
+        assert f"--{name}" in shown

@@ -90,7 +90,14 @@ def test_a_missing_or_broken_recipe(tmp_path):
 def test_words_that_are_no_options_are_refused():
     with pytest.raises(UserError, match="'lr' stands alone"):
         parse_overrides(["lr", "3"])
-    assert parse_overrides(["--a.b", "-3", "--flag", "--c=d=e"]) == {"a.b": "-3", "flag": "true", "c": "d=e"}
+    words = ["--a.b", "-3", "--flag", "--c=d=e", "--many", "x", "y"]
+    assert parse_overrides(words) == {"a.b": "-3", "flag": "true", "c": "d=e", "many": ["x", "y"]}
+
+
+def test_one_word_for_a_list_is_a_list_of_one():
+    table = {"model": {"preset": "gpt2"}}
+    assert build(Outer, with_overrides(table, {"train.names": "a"})).train.names == ("a",)
+    assert build(Outer, with_overrides(table, {"train.names": ["a", "b"]})).train.names == ("a", "b")
 
 
 def test_help_shows_the_comments_behind_the_fields():
