@@ -198,6 +198,9 @@ def ctranslate2_engine(folder: Path, config: DecodeBenchConfig, threads: int, ro
     converter = ctranslate2.converters.TransformersConverter(str(folder))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         converter.convert(str(path), quantization=kind, force=True)
+    settings = json.loads((path / "config.json").read_text())
+    filled = {"unk_token": settings["eos_token"]} if settings.get("unk_token") is None else {}
+    (path / "config.json").write_text(json.dumps(settings | filled))  # it cannot start without an unknown token
     generator = ctranslate2.Generator(
         str(path), device="cpu", inter_threads=1, intra_threads=threads, compute_type=kind
     )
