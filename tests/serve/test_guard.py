@@ -15,7 +15,7 @@ import httpx
 import pytest
 from conftest import run_server
 
-from plume.cli import served
+from plume.cli import settings
 from plume.config import ServeConfig, UserError
 from plume.serve import guard, new_key
 from plume.serve.guard import Limiter
@@ -224,7 +224,7 @@ def test_sigterm_lets_running_requests_end(models, endless, tmp_path):
     ("words", "message"),
     [
         (["nowhere/at/all"], "there is no folder"),
-        ([], "no model is named"),
+        ([], "models is missing"),
         (["x", "--prot", "9"], "did you mean port"),
         (["x", "--host", "0.0.0.0"], "needs keys"),
     ],
@@ -252,7 +252,8 @@ def test_a_taken_port_is_named(models, capsys):
 def test_a_recipe_and_words_make_the_same_config(tmp_path):
     recipe = tmp_path / "serve.toml"
     recipe.write_text('models = ["a", "b"]\nport = 9000\n[engine]\nprecision = "int8"\n')
-    assert served([str(recipe)]) == served(["a", "b", "--port", "9000", "--engine.precision", "int8"])
+    words = ["a", "b", "--port", "9000", "--engine.precision", "int8"]
+    assert settings(ServeConfig, [str(recipe)], "models") == settings(ServeConfig, words, "models")
 
 
 def test_a_new_key_is_printed_once(capsys):
