@@ -23,11 +23,10 @@ from plume.config import PRESETS, FinetuneConfig, TaskConfig, TokenizerConfig
 from plume.heads import Model
 from plume.text.training import train_tokenizer
 from plume.train.devices import choose_precision
-from plume.train.finetune import Plan, build_model, make_plan, train_config
 from plume.train.labelled import Grouped
 from plume.train.loop import Task, Trainer
 from plume.train.ranks import Ranks
-from plume.train.task_loss import TaskObjective
+from plume.train.task_plan import Plan, build_model, make_objective, make_plan, train_config
 from plume.weights import save_model
 
 CPU = torch.device("cpu")
@@ -52,14 +51,13 @@ def rates(examples: int, began: tuple[float, float], ended: tuple[float, float])
 
 def plume_speed(plan: Plan, steps: int, folder: Path) -> tuple[float, float]:
     """Examples per second of the loop, by either time; the first step warms up."""
-    model, _, _ = build_model(plan, seed=0)
-    assert plan.job is not None
+    model, _ = build_model(plan, seed=0)
     batches = Grouped(plan.train, plan.config.batch, seed=0)
     settings = replace(train_config(plan, steps, 0, causal=False), steps=steps, keep_best=False)
     clock: list[tuple[float, float]] = []
     task = Task(
         model=model,
-        objective=TaskObjective(plan.job),
+        objective=make_objective(plan),
         train=batches,
         before_step=lambda step: clock.append(now()),
     )

@@ -63,20 +63,18 @@ class Job(ABC):
 
     head: str
     cut: Cut
+    judged = True  # whether the metric picks the best weights during training; if not, the loss does
 
     def __init__(self, settings: JobSettings, tokenizer: Tokenizer, *, causal: bool) -> None:
         self.settings, self.tokenizer, self.causal = settings, tokenizer, causal
 
     @abstractmethod
-    def encode(self, examples: Sequence[Example]) -> Labelled: ...
-
-    @abstractmethod
-    def losses(self, model: Model, hidden: Tensor, batch: LabelledBatch) -> Tensor:
-        """The summed loss of each item or row, where a weight can still be laid on it."""
+    def encode(self, examples: Sequence[Example]) -> Any:
+        """The examples as rows that can be batched."""
 
     @abstractmethod
     def predictions(
-        self, model: Model, data: Labelled, examples: Sequence[Example], batches: Iterator[LabelledBatch]
+        self, model: Model, data: Any, examples: Sequence[Example], batches: Iterator[Any]
     ) -> Iterator[tuple[int, Prediction]]:
         """(number of the example, answer), in any order, as the batches come."""
 
@@ -86,14 +84,20 @@ class Job(ABC):
     @abstractmethod
     def judge(self, metric: Any, example: Example, prediction: Prediction) -> None: ...
 
+
+class RowJob(Job):
+    """A task whose loss is read off the hidden states of labelled rows."""
+
+    @abstractmethod
+    def losses(self, model: Model, hidden: Tensor, batch: LabelledBatch) -> Tensor:
+        """The loss of each thing that is to be answered; weights are laid on already."""
+
     def counts(self, batch: LabelledBatch) -> float:
+        """What the summed losses are divided by."""
         return float(len(batch))
 
-    def weights(self, batch: LabelledBatch) -> Tensor | None:
-        return None
 
-
-class LabelJob(Job):
+class LabelJob(RowJob):
     """A label or a number for a text or two. Passes of one item are summed before the head scores them."""
 
     def __init__(
@@ -177,7 +181,7 @@ def _number(value: Any) -> float:
     return 0.0 if value is None else float(value)
 
 
-class ChooseJob(Job):
+class ChooseJob(RowJob):
     """One of several candidates: each is read in a row of its own, and a softmax goes over them."""
 
     head = "choose"
@@ -222,7 +226,7 @@ class ChooseJob(Job):
         metric.add(example.label, prediction.value, len(example.fields["choices"]))
 
 
-class TagJob(Job):
+class TagJob(RowJob):
     """A tag for every word, read off its first piece."""
 
     head = "tag"
@@ -287,7 +291,7 @@ class Span:
     score: float
 
 
-class SpanJob(Job):
+class SpanJob(RowJob):
     """Where in a context the answer stands; the very first token stands for no answer."""
 
     head = "span"
@@ -369,7 +373,7 @@ def best_span(logits: Any, window: Window, context: str, longest: int) -> Span:
     return Span(context[begin:stop].strip() if best > IMPOSSIBLE else "", begin, stop, best)
 
 
-class EmbedJob(Job):
+class EmbedJob(RowJob):
     """A vector for a text: the mean over its tokens. Texts that belong together are to be near each other.
 
     With a number for each pair its cosine is fitted; without, every other text of the batch is a wrong answer.
@@ -382,14 +386,15 @@ class EmbedJob(Job):
         self.transform = Transform(tokenizer, "embed", length=settings.length, causal=causal)
         self.cut = self.transform.cut
         self.temperature = temperature
-        self.scored = False
+        self.scored: bool | None = None  # whether pairs come with numbers, as the first set read says
 
     def encode(self, examples: Sequence[Example]) -> Labelled:
         sides = [name for name in ("text", "pair", "negative") if name in examples[0].fields]
         texts = [Example({"text": e.fields[name]}, None, e.where) for e in examples for name in sides]
         rows = iter(self.transform.rows(texts))
         items = [[next(rows)[0] for _ in sides] for _ in examples]
-        self.scored = all(e.label is not None for e in examples) and "negative" not in sides
+        if self.scored is None:
+            self.scored = all(e.label is not None for e in examples) and "negative" not in sides
         numbers = np.array([_number(e.label) for e in examples], dtype=np.float32)
         top = float(numbers.max()) if self.scored else 0.0
         return Labelled(items, numbers / top if top > 1 else numbers)  # cosines end at 1

@@ -14,14 +14,13 @@ from plume.data.examples import Example
 from plume.heads import Model
 from plume.train import metrics
 from plume.train.jobs import Job, Prediction
-from plume.train.labelled import Labelled
 
 JUDGED = 64  # items at a time
 
 
 @torch.no_grad()
 def predict(
-    job: Job, model: Model, data: Labelled, examples: Sequence[Example], *, size: int = JUDGED
+    job: Job, model: Model, data: Any, examples: Sequence[Example], *, size: int = JUDGED
 ) -> dict[int, Prediction]:
     """The answer to every example. Logits live for one batch only."""
     device = next(model.parameters()).device
@@ -29,7 +28,7 @@ def predict(
     return dict(job.predictions(model, data, examples, batches))
 
 
-def measure(job: Job, model: Model, data: Labelled, examples: Sequence[Example]) -> Any:
+def measure(job: Job, model: Model, data: Any, examples: Sequence[Example]) -> Any:
     """The task's metric over a labelled set, taken in as the answers come."""
     metric = job.metric()
     device = next(model.parameters()).device

@@ -241,6 +241,8 @@ class Texts:
             raise UserError(f"BLEU and ROUGE need {error.name}: pip install 'plume-lm[finetune]'") from None
 
         kinds = ("rouge1", "rouge2", "rougeL")
+        if not self.given:
+            return dict.fromkeys(("bleu", "chrf", *kinds), 0.0)
         scorer = RougeScorer(list(kinds), use_stemmer=True)
         scores = [scorer.score(a, b) for a, b in zip(self.right, self.given, strict=True)]
         found = {

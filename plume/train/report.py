@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plume.data.tasks import TaskData
-from plume.text import Tokenizer
-from plume.train.jobs import Job
 
 if TYPE_CHECKING:
-    from plume.train.finetune import FinetuneResult, Plan
+    from plume.train.finetune import FinetuneResult
+    from plume.train.task_plan import Plan
 
 MOST_LABELS = 12  # shown by name
 RULES = {
@@ -24,8 +23,9 @@ RULES = {
 }
 
 
-def describe_data(data: TaskData, train: Any, job: Job | None, tokenizer: Tokenizer) -> str:
+def describe_data(plan: Plan) -> str:
     """Columns, class balance, lengths, and what will happen to long rows, as a few lines of markdown."""
+    data, cut = plan.data, plan.job.cut
     columns = ", ".join(
         f"{field} = {column!r}{' (guessed)' if field in data.guessed else ''}" for field, column in data.columns.items()
     )
@@ -35,9 +35,8 @@ def describe_data(data: TaskData, train: Any, job: Job | None, tokenizer: Tokeni
         f"- rows: {len(data.train):,} training, {len(data.validation):,} validation, {len(data.test):,} test",
         *balance(data),
     ]
-    low, middle, high, top = (int(q) for q in np.quantile(train.lengths, [0, 0.5, 0.95, 1]))
+    low, middle, high, top = (int(q) for q in np.quantile(plan.train.lengths, [0, 0.5, 0.95, 1]))
     lines.append(f"- tokens: shortest {low}, median {middle}, 95 % below {high}, longest {top}")
-    cut = train.cut if job is None else job.cut
     if cut.rows:
         rule = RULES.get(data.kind, "cut at the end of their longest text")
         lines.append(f"- {cut.rows:,} rows are longer than fits (up to {cut.longest:,} tokens): they are {rule}")
@@ -61,7 +60,7 @@ def balance(data: TaskData) -> list[str]:
     return [f"- labels: {', '.join(shown)}{more}"]
 
 
-def describe_run(plan: Plan, result: FinetuneResult, data_text: str) -> str:
+def describe_run(plan: Plan, result: FinetuneResult) -> str:
     """The report of a finished run, in markdown."""
     config, metric = plan.config, result.metric
     names = list(result.best.metrics)
@@ -75,7 +74,7 @@ def describe_run(plan: Plan, result: FinetuneResult, data_text: str) -> str:
     lines = [
         f"# Fine-tuning {config.model} on {config.task.name or Path(config.task.train).name}",
         "",
-        data_text,
+        describe_data(plan),
         "",
         f"Validation {metric}: median {about['median']:.4f}, from {about['lowest']:.4f} to {about['highest']:.4f} "
         f"over {len(result.seeds)} seed{'s' * (len(result.seeds) > 1)} (deviation {about['deviation']:.4f}). "
@@ -93,11 +92,11 @@ def describe_run(plan: Plan, result: FinetuneResult, data_text: str) -> str:
             "A lower learning rate, a longer warm-up or more epochs may help.",
             "",
         ]
-    job = plan.job
-    if job is not None and job.settings.threshold is not None:
-        lines += [f"Threshold of the second label, chosen on the validation rows: {job.settings.threshold:.4f}.", ""]
-    if job is not None and job.settings.null_threshold is not None:
-        lines += [f"Threshold of no answer, chosen on the validation rows: {job.settings.null_threshold:.4f}.", ""]
+    settings = plan.job.settings
+    if settings.threshold is not None:
+        lines += [f"Threshold of the second label, chosen on the validation rows: {settings.threshold:.4f}.", ""]
+    if settings.null_threshold is not None:
+        lines += [f"Threshold of no answer, chosen on the validation rows: {settings.null_threshold:.4f}.", ""]
     if result.test is not None:
         lines += ["Test: " + ", ".join(f"{name} {value:.4f}" for name, value in result.test.items()) + ".", ""]
     pictures = ["curve.png", *(["confusion.png"] if plan.data.labels and plan.data.target == "label" else [])]

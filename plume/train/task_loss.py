@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plume.heads import Model
-from plume.train.jobs import Job, hidden_states
+from plume.train.jobs import RowJob, hidden_states
 from plume.train.labelled import LabelledBatch
 from plume.train.objectives import token_loss
 
@@ -19,7 +19,7 @@ class TaskObjective:
     L1 of a row is the mean over its tokens, and an item's rows count equally, so that long texts weigh no more.
     """
 
-    def __init__(self, job: Job, auxiliary: float = 0.0, *, frozen_body: bool = False) -> None:
+    def __init__(self, job: RowJob, auxiliary: float = 0.0, *, frozen_body: bool = False) -> None:
         self.job, self.auxiliary, self.frozen_body = job, auxiliary, frozen_body
         self.parts = {"task": 1.0, "language_model": auxiliary} if auxiliary else {"task": 1.0}
 

@@ -62,7 +62,7 @@ def test_conll_columns(tmp_path):
     sentences = [
         "-DOCSTART- -X- O O",
         "EU NNP B-NP B-ORG\nrejects VBZ B-VP O",
-        "Peter N B-NP B-PER\nBlackburn N I-NP I-PER",
+        "Peter N B-NP B-PER\nBlack N I-NP I-PER",
     ]
     text = "\n\n".join(sentences) + "\n\n"
     (tmp_path / "a.conll").write_text(text * 4)
