@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-EXTRAS := dev,eval,gpt1,cluster,bench
+EXTRAS := dev,eval,gpt1,cluster
 
 .PHONY: demo test test-slow lint types bench clean
 
@@ -23,7 +23,7 @@ lint: $(VENV)/.all
 types: $(VENV)/.all
 	$(BIN)/mypy
 
-bench: $(VENV)/.all
+bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks
 
 # the lock file pins every version; the extras say which of them are wanted
@@ -34,6 +34,11 @@ $(VENV)/.plume: pyproject.toml requirements.lock | $(BIN)/python
 
 $(VENV)/.all: $(VENV)/.plume
 	$(PIP) install -c requirements.lock -e ".[$(EXTRAS)]"
+	touch $@
+
+# the peers; llama.cpp is compiled here, which takes a few minutes and a C++ compiler
+$(VENV)/.bench: $(VENV)/.all
+	$(PIP) install -c requirements.lock -e ".[$(EXTRAS),bench]"
 	touch $@
 
 $(BIN)/python:
