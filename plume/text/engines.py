@@ -53,6 +53,9 @@ def engine_for(d: Definition, backend: Callable[[], tokenizers.Tokenizer]) -> En
 
 
 def cores() -> int:
+    """Threads to encode with: every core this process may use, or one where it is told to keep to itself."""
+    if os.environ.get("TOKENIZERS_PARALLELISM", "").lower() in ("false", "0", "no", "off"):
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
