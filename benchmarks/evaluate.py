@@ -153,22 +153,34 @@ def compare(folder: Path, data: Path, rounds: int) -> None:
     assert subject.scorer.causal  # opened before the clock runs, as the harness's model is
     models = {n: HFLM(pretrained=str(folder), device="cpu", batch_size=n, dtype="float32") for n in (1, 8)}
     files = {"lambada": "lambada/test.jsonl", "choices": "choices.jsonl", "wikitext-2": "page.jsonl"}
+    total: dict[str, list[float]] = {"plume": [], **{f"batch {n}": [] for n in models}}
     for task, file in files.items():
         count = sum(1 for _ in (data / file).open(encoding="utf-8"))
-        ours, theirs, values = list[float](), list[float](), set[str]()
+        taken: dict[str, list[float]] = {name: [] for name in total}
+        values = set[str]()
         for _ in range(rounds):
-            seconds, value = our_seconds(subject, task, data)
-            ours.append(seconds)
-            values.add(f"{value:.4g}")
-            tried = [harness_seconds(model, their_task(task, data / file)) for model in models.values()]
-            theirs.append(min(seconds for seconds, _ in tried))  # its better batch size
-            values |= {f"{value:.4g}" for _, value in tried}
-        ratio = median(b / a for a, b in zip(ours, theirs, strict=True))
-        print(
-            f"{task}: plume {count / median(ours):.2f} items/s, harness {count / median(theirs):.2f} items/s, "
-            f"ratio {ratio:.2f} (value {', '.join(sorted(values))})",
-            flush=True,
-        )
+            found = {"plume": our_seconds(subject, task, data)}
+            for n, model in models.items():
+                found[f"batch {n}"] = harness_seconds(model, their_task(task, data / file))
+            for name, (seconds, value) in found.items():
+                taken[name].append(seconds)
+                values.add(f"{value:.4g}")
+        for name, seconds in taken.items():
+            total[name].append(median(seconds))
+        say(task, count, taken, values)
+    say("all three", 1, {name: [sum(seconds)] for name, seconds in total.items()}, set())
+
+
+def say(task: str, count: int, taken: dict[str, list[float]], values: set[str]) -> None:
+    """Ratios round by round, their median: against the harness's default batch of 1, and against 8."""
+    ours = taken.pop("plume")
+    ratios = {name: median(b / a for a, b in zip(ours, theirs, strict=True)) for name, theirs in taken.items()}
+    print(
+        f"{task}: plume {count / median(ours):.3f} items/s; times the harness with "
+        + ", ".join(f"{name}: {ratio:.2f}" for name, ratio in ratios.items())
+        + (f" (values {', '.join(sorted(values))})" if values else ""),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -357,10 +357,10 @@ def table(plan: Plan, config: PlanConfig) -> RenderableType:
     needs.add_row("operations per token, forward", f"{plan.flops_per_token_forward:.3g}")
     needs.add_row("operations per token, training", f"{plan.flops_per_token_training:.3g}")
 
-    times = Table("on", "time", "cost", title=f"Training on {plan.tokens:,} tokens")
-    times.columns[1].justify = times.columns[2].justify = "right"
+    clock = Table("on", "time", "cost", title=f"Training on {plan.tokens:,} tokens")
+    clock.columns[1].justify = clock.columns[2].justify = "right"
     for name, seconds in plan.seconds.items():
         cost = f"${plan.dollars[name]:,.2f}" if name in plan.dollars else ""
         rate = f" ({plan.measured_flops_per_second / 1e9:.0f} GFLOP/s measured)" if name == "this machine" else ""
-        times.add_row(name + rate, human_time(seconds), cost)
-    return Group(parameters, needs, times)
+        clock.add_row(name + rate, human_time(seconds), cost)
+    return Group(parameters, needs, clock)

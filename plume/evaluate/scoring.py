@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -81,21 +81,15 @@ def scorer_for(
 # ---- batches -----------------------------------------------------------------------------------------------------
 
 
-def batches(
-    lengths: Sequence[int], budget: int, *, most: int | None = None, fits: Callable[[int], bool] | None = None
-) -> Iterator[list[int]]:
-    """Numbers of rows, longest first, in batches of at most `budget` tokens and `most` rows with little padding.
-
-    What does not `fit` stands alone.
-    """
+def batches(lengths: Sequence[int], budget: int, *, most: int | None = None) -> Iterator[list[int]]:
+    """Numbers of rows, longest first, in batches of at most `budget` tokens and `most` rows with little padding."""
     batch: list[int] = []
     held = 0
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         width = lengths[batch[0]] if batch else lengths[row]
         total = (len(batch) + 1) * width
         waste = total - held - lengths[row]
-        full = total > budget or waste > WASTE * total or len(batch) == most
-        if batch and (full or (fits is not None and not fits(batch[0]))):
+        if batch and (total > budget or waste > WASTE * total or len(batch) == most):
             yield batch
             batch, held = [], 0
         batch.append(row)
@@ -180,32 +174,27 @@ class CausalScorer:
         with torch.inference_mode():
             for batch in batches([len(inputs[i]) for i in alone], self.budget):
                 yield from self._plain([alone[i] for i in batch], requests, inputs)
-            rest = max((len(inputs[i]) - f.shared for f in together for i in f.members), default=0)
-            shared = [f.shared for f in together]
-            for batch in batches(shared, self.budget, fits=lambda first: shared[first] + rest < self.room):
+            for batch in batches([f.shared for f in together], self.budget):
                 yield from self._shared([together[i] for i in batch], requests, inputs)
 
     def _plain(self, batch: list[int], requests: Sequence[Request], inputs: Inputs) -> Iterator[Answer]:
         hidden = self.model.body(padded([inputs[i] for i in batch], self.reader.device))  # (B, T, D)
-        yield from self._read(hidden, batch, requests, inputs, [0] * len(batch))
+        yield from self._read(hidden, batch, requests, inputs, 0)
 
     def _shared(self, families: list[Family], requests: Sequence[Request], inputs: Inputs) -> Iterator[Answer]:
+        """Each family's beginning once, cut to one length for all, and then the members' rests behind copies of it."""
         config, device = self.model.config, self.reader.device
-        prefixes = [inputs[f.members[0]][: f.shared] for f in families]
-        lengths = torch.tensor([len(p) for p in prefixes], device=device)
-        dtype = self.model.table.dtype
-        cache = Cache(config, len(families), int(lengths.max()), device=device, dtype=dtype)
-        self.model.body(padded(prefixes, device), lengths=lengths, cache=cache)
+        shared = min(f.shared for f in families)
+        cache = Cache(config, len(families), shared, device=device, dtype=self.model.table.dtype)
+        self.model.body(padded([inputs[f.members[0]][:shared] for f in families], device), cache=cache)
         rows = [(n, member) for n, family in enumerate(families) for member in family.members]
-        rests = [len(inputs[member]) - families[n].shared for n, member in rows]
-        kept = max(len(inputs[member]) for _, member in rows)  # each row holds its own copy of the keys and values
-        for batch in batches(rests, self.budget, most=max(1, 2 * self.budget // kept)):
+        rests = [inputs[member][shared:] for _, member in rows]
+        most = max(1, 2 * self.budget // (shared + max(map(len, rests))))  # each row has its own keys and values
+        for batch in batches([len(rest) for rest in rests], self.budget, most=most):
             owner = torch.tensor([rows[i][0] for i in batch], device=device)
-            members = [rows[i][1] for i in batch]
-            starts = [families[rows[i][0]].shared for i in batch]
-            mine = spread(cache, owner, max(rests[i] for i in batch), config)
-            tokens = padded([inputs[m][s:] for m, s in zip(members, starts, strict=True)], device)
-            yield from self._read(self.model.body(tokens, cache=mine), members, requests, inputs, starts)
+            mine = spread(cache, owner, max(len(rests[i]) for i in batch), config)
+            hidden = self.model.body(padded([rests[i] for i in batch], device), cache=mine)  # (B, T, D)
+            yield from self._read(hidden, [rows[i][1] for i in batch], requests, inputs, shared)
 
     def _read(
         self,
@@ -213,14 +202,14 @@ class CausalScorer:
         members: list[int],
         requests: Sequence[Request],
         inputs: Inputs,
-        starts: list[int],
+        start: int,
     ) -> Iterator[Answer]:
         """Only the hidden states that predict a target go to the head."""
         asked = [requests[m] for m in members]
         picked = torch.cat(
             [
                 hidden[row, len(r.context) - 1 - start : len(inputs[m]) - start]
-                for row, (m, r, start) in enumerate(zip(members, asked, starts, strict=True))
+                for row, (m, r) in enumerate(zip(members, asked, strict=True))
             ]
         )  # (N, D)
         targets = [token for r in asked for token in r.target]
@@ -231,13 +220,12 @@ class CausalScorer:
 
 def spread(cache: Cache, owner: Tensor, more: int, config: ModelConfig) -> Cache:
     """A cache whose row i goes on from row owner[i] of another, with room for `more` tokens."""
-    longest = int(cache.lengths[owner].max())
-    first = cache.layers[0].keys
-    new = Cache(config, len(owner), longest + more, device=first.device, dtype=first.dtype)
+    past, first = cache.longest, cache.layers[0].keys
+    new = Cache(config, len(owner), past + more, device=first.device, dtype=first.dtype)
     for ours, theirs in zip(new.layers, cache.layers, strict=True):
-        ours.keys[:, :, :longest] = theirs.keys[owner, :, :longest]
-        ours.values[:, :, :longest] = theirs.values[owner, :, :longest]
-    new.advance(0, cache.lengths[owner])
+        ours.keys[:, :, :past] = theirs.keys[owner]
+        ours.values[:, :, :past] = theirs.values[owner]
+    new.advance(past, None)
     return new
 
 

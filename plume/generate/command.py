@@ -44,7 +44,7 @@ def configure(model: str, prompt: str | None, words: Sequence[str]) -> GenerateC
     for name, value in parse_overrides(words).items():
         plain = name.replace("-", "_")
         if plain not in homes and "." not in plain:
-            raise UserError(f"there is no option --{name}{did_you_mean(plain, homes)}; plume generate --help lists them all")
+            raise UserError(f"there is no option --{name}{did_you_mean(plain, homes)}; --help lists them")
         overrides[homes.get(plain, "") + plain] = value
     table: dict[str, Any] = {"model": model, **({} if prompt is None else {"prompt": prompt})}
     table = with_overrides(table, overrides)

@@ -35,8 +35,8 @@ class DistillResult:
 
     folder: Path
     outcome: Outcome
-    teacher_loss: float
-    student_loss: float
+    teacher_loss: float | None  # None where no text was held out
+    student_loss: float | None
     teacher_weights: int
     student_weights: int
 
@@ -44,9 +44,13 @@ class DistillResult:
         return as_json({**self.__dict__, "outcome": self.outcome.__dict__})
 
     def summary(self) -> str:
+        losses = [
+            "no text held out" if loss is None else f"loss {loss:.4f}"
+            for loss in (self.student_loss, self.teacher_loss)
+        ]
         return (
-            f"student: {self.student_weights:,} weights, loss {self.student_loss:.4f}; teacher: "
-            f"{self.teacher_weights:,} weights, loss {self.teacher_loss:.4f}\nmodel: {self.folder / 'model'}"
+            f"student: {self.student_weights:,} weights, {losses[0]}; teacher: {self.teacher_weights:,} weights, "
+            f"{losses[1]}\nmodel: {self.folder / 'model'}"
         )
 
 
@@ -295,10 +299,10 @@ def as_pretraining(config: DistillConfig, teacher: Model, place: Path) -> Pretra
 
 
 @torch.no_grad()
-def held_out_loss(task: Any, model: Model, device: torch.device) -> float:
+def held_out_loss(task: Any, model: Model, device: torch.device) -> float | None:
     """The plain loss on the validation rows."""
     if task.validation is None:
-        return float("nan")
+        return None
     model.eval()
     tokens, total, count = Tokens(), 0.0, 0.0
     rows = task.validation.rows(0)

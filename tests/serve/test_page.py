@@ -362,6 +362,19 @@ def test_runs_are_drawn_and_followed(visit, runs_folder):
         visit.page.get_by_role("button", name=word, exact=True).click()
 
 
+def test_curves_of_any_numbers_are_drawn(visit):
+    """Nothing yet, one point, zeros on a log scale, gaps: a picture each, and few ticks."""
+    visit.open()
+    script = """async () => {
+      const { curves } = await import('/static/draw.js');
+      const tries = [[], [5], [0, 0], [null, 3, null, 4], [1e-9, 1, 1e9], [5.01, 5.02], [NaN, 2]];
+      return tries.flatMap((y) => [true, false].map((log) =>
+        curves({ lines: [{ x: y.map((_, i) => i), y, kind: 'c0' }], width: 300, log }).querySelectorAll('text').length));
+    }"""
+    counts = visit.page.evaluate(script)
+    assert all(0 < count < 30 for count in counts), counts
+
+
 # ---- the frame
 
 

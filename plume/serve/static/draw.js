@@ -282,12 +282,10 @@ export function arcs({ data, pieces, width, on, pick, query }) {
 function ticks(low, high, count, log) {
   if (log) {
     const found = [];
-    for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++)
-      for (const m of [1, 2, 5]) {
-        const v = m * 10 ** e;
-        if (v >= low * 0.999 && v <= high * 1.001) found.push(v);
-      }
-    return found;
+    for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++) for (const m of [1, 2, 5]) found.push(m * 10 ** e);
+    const inside = found.filter((v) => v >= low * 0.999 && v <= high * 1.001);
+    if (inside.length > 6) return inside.filter((v) => Number.isInteger(Math.round(Math.log10(v) * 1e6) / 1e6));
+    if (inside.length > 1) return inside; // a narrow range has none of these: even steps then
   }
   const rough = (high - low) / count || 1,
     base = 10 ** Math.floor(Math.log10(rough));
@@ -307,7 +305,7 @@ export function curves({ lines, width, height = 150, log = false, title, on, lab
   const xs = real.flatMap((line) => line.x),
     ys = real.flatMap((line) => line.y.filter(usable));
   let [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
-  if (!ys.length) [x0, x1, y0, y1] = [0, 1, 0, 1];
+  if (!ys.length) [x0, x1, y0, y1] = [0, 1, log ? 0.1 : 0, 1];
   if (!log) y0 = Math.min(y0, y0 > 0 && y0 < 0.4 * y1 ? 0 : y0);
   if (y0 === y1) [y0, y1] = log ? [y0 / 2, y1 * 2] : [y0 - 0.5, y1 + 0.5];
   if (x0 === x1) x1 = x0 + 1;
