@@ -315,7 +315,7 @@ class TrainConfig:
 
     steps: int  # updates of the weights
     batch: int = 64  # sequences in one update, over all ranks
-    micro_batch: int | None = None  # sequences computed at a time on one rank; unset means about 4096 tokens
+    micro_batch: int | None = None  # sequences computed at a time on one rank; unset means some thousand tokens
     batch_start: int | None = None  # the batch grows evenly from this, as GPT-3's; unset means it is constant
     ramp_steps: int = 0  # steps over which it grows
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon is for the matrices of the blocks, with adamw for the rest

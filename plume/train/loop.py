@@ -39,7 +39,8 @@ from plume.train.progress import Progress
 from plume.train.ranks import Ranks
 
 Parts = list[tuple[int, Any]]  # first row and batch of each micro-batch
-MICRO_TOKENS = 4096  # computed at a time unless the recipe says otherwise
+MICRO_TOKENS = 16_384  # computed at a time unless the recipe says otherwise
+CPU_MICRO_TOKENS = 2048  # more of them only need more memory there
 
 
 class Objective(Protocol):
@@ -221,7 +222,8 @@ class Trainer:
         """This rank's micro-batches of the step; those of the next are read meanwhile if there is a reader."""
         if self.micro_batch is None:
             width = self.task.train.part(self.step, 0, 1).tokens.numel()
-            self.micro_batch = max(1, MICRO_TOKENS // width)
+            fitting = CPU_MICRO_TOKENS if self.ranks.device.type == "cpu" else MICRO_TOKENS
+            self.micro_batch = max(1, fitting // width)
         key = (self.step, self.micro_batch)
         parts = self.ahead[1].result() if self.ahead is not None and self.ahead[0] == key else self.read(self.step)
         if self.reader is not None and self.step + 1 < self.config.steps:
