@@ -166,7 +166,7 @@ function drawLarge(self) {
   const options = {
     data: seen.data,
     pieces: seen.pieces,
-    width: Math.min(760, self.large.clientWidth || 600),
+    width: Math.min(760, self.large.clientWidth || 600, Math.max(420, innerHeight - 270)),
     query: state.query < 0 ? -1 : state.query - window.start,
     on: (i, j) => look(self, i, j),
     pick: (i) => context.store.set({ query: i + window.start }),
