@@ -143,7 +143,7 @@ class Trainer:
         loss = self.progress.last_loss
         if finished and self.config.keep_best and self.best is not None and self.best[1] != self.step:
             self.checkpoints.load(self.best[1], self.tensors())
-            self.progress.say(f"the weights of step {self.best[1]} have the lowest validation loss: they are kept")
+            self.progress.say(f"the weights of step {self.best[1]} are the best in validation: they are kept")
         if finished and self.config.average > 1:
             self.average_weights()
         best_step = None if self.best is None else self.best[1]
