@@ -24,6 +24,8 @@ __all__ = ["distill", "finetune", "load", "prepare", "pretrain"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "evaluate":  # a package that can be called
+        return import_module("plume.evaluate")
     if name not in _HOMES:
         raise AttributeError(f"plume has no {name!r}")
     return getattr(import_module(_HOMES[name]), name)
