@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -368,6 +368,7 @@ class Trainer:
             "worse": self.worse,
             "early": self.early,
             "ranks": self.ranks.size,
+            "precision": self.precision.name,
             "loss": self.progress.last_loss,
             "sums": pending.tolist(),
         }
@@ -403,6 +404,7 @@ class Trainer:
         self.sums[0] *= self.ranks.main  # the totals of all ranks are now the main rank's
         if state["ranks"] == self.ranks.size:
             self.micro_batch = state["micro_batch"]  # also when it had to be halved: the same sums in the same order
+        self.precision = replace(self.precision, name=state["precision"])  # measured anew it might come out otherwise
         self.progress.restart(step)
         self.progress.say(f"going on from step {step}")
 

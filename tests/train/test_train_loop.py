@@ -5,8 +5,10 @@ import math
 import os
 import shutil
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -280,6 +282,34 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
     assert {"masked", "next_sentence", "next_sentence_accuracy", "lr", "gradient_norm", "tokens"} <= rows[0].keys()
     assert "some words" in (tmp_path / "samples.txt").read_text()
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    toy_trainer(tmp_path, replace(CONFIG, tensorboard=True)).run(resume=False)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [round(event.value, 4) for event in events.Scalars("loss")] == [round(x, 4) for x in losses(tmp_path)]
+
+
+def test_wandb_gets_the_numbers_and_a_missing_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[tuple[int, dict[str, Any]]] = []
+
+    class Run:
+        def log(self, row: dict[str, Any], step: int) -> None:
+            logged.append((step, row))
+
+        def finish(self) -> None:
+            logged.append((-1, {}))
+
+    monkeypatch.setattr("plume.train.progress.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"train.wandb=true needs the package wandb.*pip install wandb"):
+        toy_trainer(tmp_path / "a", replace(CONFIG, wandb=True))
+    monkeypatch.setattr("plume.train.progress.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **more: Run()))
+    toy_trainer(tmp_path / "b", replace(CONFIG, wandb=True)).run(resume=False)
+    assert [row["loss"] for _, row in logged if "loss" in row] == losses(tmp_path / "b") and logged[-1][0] == -1
 
 
 def test_reading_ahead_changes_nothing(tmp_path: Path) -> None:
