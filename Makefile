@@ -10,11 +10,14 @@ EXTRAS := dev,eval,gpt1,cluster
 demo: $(VENV)/.plume
 	$(BIN)/plume demo
 
+# two at a time, each on one core
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: $(VENV)/.all
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.all
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 lint: $(VENV)/.all
 	$(BIN)/ruff check .

@@ -396,7 +396,7 @@ def test_the_command_line(tmp_path):
     command = [sys.executable, "-m", "plume", "prepare", str(tmp_path / "a.txt"), "--folder", str(tmp_path / "out")]
     run = subprocess.run([*command, "--tokenizer.kind", "bytes"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert "training tokens" in run.stdout and open_shards(tmp_path / "out").documents == 1
+    assert "training tokens" in " ".join(run.stdout.split()) and open_shards(tmp_path / "out").documents == 1
     run = subprocess.run([*command, "--clean.duplicate", "near", "--validation", "2"], capture_output=True, text=True)
     assert run.returncode == 2 and "Traceback" not in run.stderr
     assert "did you mean clean.duplicates?" in run.stderr and "validation=2.0 must be" in run.stderr
