@@ -16,7 +16,7 @@ from plume.data.batches import IGNORE, Batch
 from plume.heads import MaskedToken, Model, Pretraining
 from plume.model import EncoderDecoder
 
-CHUNK_NUMBERS = 1 << 24  # logits held at a time: 64 MiB of float32
+CHUNK_NUMBERS = 7_000_000  # logits held at a time: just less than what malloc would map and clear anew each time
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -39,38 +39,36 @@ class ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         wants = [ctx.needs_input_grad[i] for i in range(3)]
         words = table[:vocab_size].to(features.dtype)  # (V, D)
-        total = torch.zeros((), device=features.device, dtype=torch.float32)
+        total = torch.zeros((), device=features.device)
         grad_features = torch.empty_like(features) if wants[0] else None
         grad_table = torch.zeros_like(table) if wants[1] else None
         grad_bias = torch.zeros_like(bias) if wants[2] and bias is not None else None
         for start in range(0, len(features), rows):
             x, y = features[start : start + rows], targets[start : start + rows]  # (C, D), (C,)
             logits = F.linear(x, words, None if bias is None else bias.to(x.dtype)).float()  # (C, V)
-            real = y != IGNORE
-            y = y.clamp(min=0)[:, None]
-            peak = logits.logsumexp(dim=1)  # (C,)
-            losses = peak - (1 - smoothing) * logits.gather(1, y)[:, 0]
-            if smoothing:
-                losses = losses - smoothing * logits.mean(dim=1)
+            share = (y != IGNORE).to(logits.dtype)  # (C,), 0 where there is no target
             if weights is not None:
-                losses = losses * weights[start : start + rows]
-            total += torch.where(real, losses, 0.0).sum()
+                share = share * weights[start : start + rows]
+            y = y.clamp(min=0)[:, None]
+            logp = logits.log_softmax(dim=1)  # (C, V)
+            losses = (smoothing - 1) * logp.gather(1, y)[:, 0]
+            if smoothing:
+                losses = losses - smoothing * logp.mean(dim=1)
+            total += losses @ share
             if not any(wants):
                 continue
-            gradient = logits.sub_(peak[:, None]).exp_()  # the probabilities, in the logits' own memory
+            gradient = logp.exp_()  # the probabilities, in the same memory
             if smoothing:
                 gradient.sub_(smoothing / vocab_size)
             gradient.scatter_add_(1, y, torch.full_like(y, smoothing - 1, dtype=gradient.dtype))
-            gradient.masked_fill_(~real[:, None], 0.0)
-            if weights is not None:
-                gradient.mul_(weights[start : start + rows, None])
             if grad_bias is not None:
-                grad_bias += gradient.sum(dim=0)
+                grad_bias += share @ gradient
             gradient = gradient.to(x.dtype)
+            share = share.to(x.dtype)[:, None]  # applied below, where rows are D long and not V
             if grad_features is not None:
-                torch.mm(gradient, words, out=grad_features[start : start + rows])
+                grad_features[start : start + rows] = (gradient @ words) * share
             if grad_table is not None:
-                grad_table[:vocab_size].addmm_(gradient.T.to(table.dtype), x.to(table.dtype))
+                grad_table[:vocab_size].addmm_(gradient.T.to(table.dtype), (x * share).to(table.dtype))
         ctx.gradients = (grad_features, grad_table, grad_bias)
         return total
 
