@@ -34,10 +34,13 @@ KIND = {"gpt": "gpt1-bpe", "bert": "wordpiece"}
 
 
 def base_model(family: str, data: Path, out: Path, steps: int) -> Path:
-    """A model pretrained on WikiText-2; made once."""
+    """A model pretrained on WikiText-2 and on SST-2's training sentences without their labels; made once."""
     folder = out / f"{family}-base"
     if (folder / "model" / "config.json").is_file():
         return folder / "model"
+    lines = (data / "sst2" / "train.tsv").read_text(encoding="utf-8").splitlines()[1:]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "sentences.txt").write_text("\n".join(line.split("\t")[0] for line in lines), encoding="utf-8")
     began = time.perf_counter()
     result = pretrain(
         PretrainConfig(
@@ -60,9 +63,10 @@ def base_model(family: str, data: Path, out: Path, steps: int) -> Path:
                 sample_every=steps,
             ),
             data=DataConfig(
-                paths=(str(data / "wikitext-2" / "wiki.train.raw"),),
+                paths=(str(data / "wikitext-2" / "wiki.train.raw"), str(out / "sentences.txt")),
+                weights=(1.0, 1.0),
                 folder=out / f"{family}-data",
-                documents="paragraph",
+                documents="line",
                 tokenizer=TokenizerConfig(kind=KIND[family], vocab_size=4096),  # type: ignore[arg-type]
                 workers=1,
             ),
@@ -121,9 +125,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/transfer"))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--tasks", nargs="*", default=["sst2"])
-    parser.add_argument("--rows", type=int, default=5000)
+    parser.add_argument("--rows", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=float, default=3.0)
+    parser.add_argument("--epochs", type=float, default=5.0)
     parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--pick-best", action="store_true", help="keep the best checkpoint instead of the last")
