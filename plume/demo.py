@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 BATCH = 8  # sequences in one update: small, so that two minutes are enough for many updates
 BYTES_PER_TABLE_ROW = 1500  # a token should have been seen often enough to be learned
-OWN_PROMPTS = ("",)
-PYTHON_PROMPTS = ("def read(", "class ", "import ")
+OWN_PROMPTS = (None, None)  # from the start token
+PYTHON_PROMPTS = ("def read(", "class", "import")  # a trailing space would stand for a token that never comes alone
 
 
 def demo(config: DemoConfig) -> RunResult:
@@ -144,8 +144,9 @@ def show_samples(console: Console, config: DemoConfig, folder: Path) -> None:
     pages: list[str] = []
     for number, prompt in enumerate(OWN_PROMPTS if config.text else PYTHON_PROMPTS):
         written = lm.generate(prompt, max_new_tokens=120, temperature=0.8, top_k=40, seed=config.seed + number)
-        pages.append(prompt + written.text)
-        page = Text(prompt, style="bold") + Text(written.text)
+        given = "" if prompt is None else prompt
+        pages.append(given + written.text)
+        page = Text(given, style="bold") + Text(written.text)
         console.print(Panel(page, title=f"sample, seed {config.seed + number}", title_align="left"))
     (folder.parent / "samples.md").write_text("".join(f"```\n{page}\n```\n\n" for page in pages), encoding="utf-8")
 
