@@ -369,7 +369,7 @@ def test_the_report_is_kept_and_shown(tmp_path, whole):
     bad = DataConfig(
         paths=(str(tmp_path / "bad.jsonl"),), folder=tmp_path / "out", tokenizer=whole.tokenizer, budget=10**6
     )
-    console = Console(width=200, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(width=1000, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
         console.print(show_report(prepare(bad).report))
     shown = console.export_text()
