@@ -1,0 +1,52 @@
+"""How models are served."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from plume.config.errors import UserError
+from plume.config.generate import EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """A server: which models, for whom, and how much of it at once."""
+
+    models: tuple[str, ...]  # model folders, run folders or hub names; NAME=PLACE gives one another name
+    host: str = "127.0.0.1"  # any other than this machine needs keys
+    port: int = 8000
+    keys: tuple[str, ...] = ()  # sha256 of each API key; `plume serve --new-key` makes a pair
+    runs: Path | None = None  # a folder of training runs to show, with their checkpoints as models
+    engine: EngineConfig = EngineConfig()  # its slots follow from batch
+    batch: int = 16  # sequences of one model that are written together
+    queue: int = 256  # sequences that may wait; more are told to come again
+    timeout: float = 120.0  # seconds that one request may take
+    drain: float = 30.0  # seconds that running requests get to end when the server is stopped
+    max_tokens: int = 4096  # new tokens of one request, over all its samples
+    max_body: int = 2_000_000  # bytes of one request
+    rate: float = 0.0  # requests per minute of one client; 0 means no limit
+    access_log: Path | None = None  # JSON lines; unset means the standard error
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name}={getattr(self, name)} must be at least 1"
+            for name in ("batch", "queue", "max_tokens", "max_body")
+            if getattr(self, name) < 1
+        ]
+        problems += [
+            f"{name}={getattr(self, name)} must be more than 0, for example {usual}"
+            for name, usual in (("timeout", 120), ("drain", 30))
+            if getattr(self, name) <= 0
+        ]
+        if not 0 <= self.port < 65536:
+            problems.append(f"port={self.port} must lie between 0 (any free one) and 65535, for example 8000")
+        if self.rate < 0:
+            problems.append(f"rate={self.rate} cannot be negative; 0 means no limit")
+        if wrong := [key for key in self.keys if not re.fullmatch(r"[0-9a-f]{64}", key)]:
+            problems.append(f"keys: {wrong[0][:12]!r} is not a sha256; `plume serve --new-key` makes one with its key")
+        if not self.keys and self.host not in ("127.0.0.1", "localhost", "::1"):
+            problems.append(f"host={self.host} is open to others, so it needs keys; `plume serve --new-key` makes one")
+        if problems:
+            raise UserError("; ".join(problems))
