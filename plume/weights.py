@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from plume.config import ModelConfig, UserError
 from plume.families import ROBERTA, Family, Rule, family_called, family_of
+from plume.files import aside, read_json, write_json, write_text
 
 if TYPE_CHECKING:  # torch takes a second to import, and a config can be read without it
     import torch
@@ -271,18 +269,6 @@ def download(name: str) -> Path:
     return folder
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"there is no {path}") from None
-    except ValueError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} should hold a JSON object")
-    return value
-
-
 def weight_files(folder: Path) -> list[Path]:
     for stem in ("model.safetensors", "pytorch_model.bin"):
         if (folder / stem).is_file():
@@ -372,33 +358,15 @@ def save_model(
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model only vocab_size={model.config.vocab_size}"
         )
-    aside = place.with_name(f".{place.name}.{os.getpid()}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        write_json(aside / "config.json", to_hf_config(model, tokenizer))
-        write_tensors(to_hf(model), aside, max_shard_bytes)
+    with aside(place) as new:
+        write_json(new / "config.json", to_hf_config(model, tokenizer))
+        write_tensors(to_hf(model), new, max_shard_bytes)
         if tokenizer is not None:
-            tokenizer.save(aside)
+            tokenizer.save(new)
         about = {"head": model.kind, "tokenizer_hash": None if tokenizer is None else tokenizer.hash, **(info or {})}
-        write_json(aside / "plume.json", about)
-        (aside / "README.md").write_text(model_card(model, about), encoding="utf-8")
-        swap_in(aside, place)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        write_json(new / "plume.json", about)
+        write_text(new / "README.md", model_card(model, about))
     return place
-
-
-def swap_in(new: Path, place: Path) -> None:
-    old = place.with_name(f".{place.name}.{os.getpid()}.old")
-    if place.exists():
-        place.rename(old)
-    new.rename(place)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_tensors(tensors: Mapping[str, Tensor], folder: Path, max_shard_bytes: int) -> None:

@@ -146,7 +146,7 @@ def test_a_failed_save_keeps_the_old_folder(folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("plume.weights.write_tensors", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match="the disk is full: model could not be written"):
         save_model(random_model(FAMILIES["gpt2"], seed=1), folder)
     assert model_hash(folder) == before
     assert [path.name for path in folder.parent.iterdir()] == ["model"]

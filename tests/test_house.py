@@ -13,6 +13,7 @@ import plume
 ROOT = Path(plume.__file__).parent
 ROOMS = [
     "config",
+    "files",
     "text",
     "data",
     "model",

@@ -23,10 +23,10 @@ from plume.data.shards import (
     Split,
     mapped,
     token_dtype,
-    write_json,
     write_manifest,
 )
 from plume.data.sources import Piece
+from plume.files import write_json
 from plume.text import Tokenizer
 
 FEW_DOCUMENTS = 1000  # below this a split by hash would be too uneven

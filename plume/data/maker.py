@@ -16,9 +16,10 @@ from plume.data.clean import Cleaner
 from plume.data.duplicates import signature
 from plume.data.readers import read_piece
 from plume.data.rows import Tally
-from plume.data.shards import ShardWriter, aside, mapped, token_dtype, write_json
+from plume.data.shards import ShardWriter, mapped, token_dtype
 from plume.data.sources import Piece
 from plume.data.web import Document
+from plume.files import stream_aside, write_json
 from plume.text import load_tokenizer
 
 BATCH_CHARACTERS = 1 << 20  # documents are handed to the tokenizer in groups of about this size
@@ -57,7 +58,7 @@ class ShardMaker:
         if near:
             arrays["signatures"] = np.array(signatures, "<u4")
         for kind, values in arrays.items():
-            with aside(self.work / f"{name}.{kind}") as stream:
+            with stream_aside(self.work / f"{name}.{kind}") as stream:
                 stream.write(values.tobytes())
         result = {
             "number": piece.number,

@@ -23,8 +23,9 @@ from plume.data.pool import run_pieces
 from plume.data.readers import read_documents
 from plume.data.report import make_report
 from plume.data.rows import Tally
-from plume.data.shards import FORMAT, MANIFEST, Manifest, aside, read_manifest, room_on_disk, write_json
+from plume.data.shards import FORMAT, MANIFEST, Manifest, read_manifest
 from plume.data.sources import Piece, find_files, plan_pieces
+from plume.files import room_on_disk, stream_aside, write_json
 from plume.text import Tokenizer, load_tokenizer, train_tokenizer
 
 LOCK = ".lock"
@@ -58,7 +59,7 @@ def make(config: DataConfig, work: Path, pieces: list[Piece], fingerprint: str) 
     began = time.perf_counter()
     tokenizer = the_tokenizer(config, work)
     if config.clean.held_out and not (work / "held_out").is_file():
-        with aside(work / "held_out") as stream:
+        with stream_aside(work / "held_out") as stream:
             stream.write(held_out_index(config).tobytes())
     run_pieces(config, work, [p for p in pieces if not is_done(work, p)], sum(p.size for p in pieces))
     results = [json.loads((work / f"{p.number:05}.json").read_text()) for p in pieces]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from plume.config import UserError, build, did_you_mean
+from plume.files import stream_aside, write_json
 
 Ids = npt.NDArray[np.int64]
 Split = Literal["train", "validation"]
@@ -56,41 +54,6 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Whole or not at all."""
-    with aside(path) as stream:
-        stream.write((json.dumps(value, indent=1) + "\n").encode())
-
-
-@contextmanager
-def room_on_disk(path: Path) -> Iterator[None]:
-    """A full disk told in words."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise UserError(
-            f"the disk is full: {path.name} could not be written to {path.parent}. What was finished is kept: "
-            "free some space and run the same command again to go on"
-        ) from error
-
-
-@contextmanager
-def aside(path: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name only when it is complete."""
-    hidden = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with room_on_disk(path):
-            with hidden.open("wb") as stream:
-                yield stream
-                stream.flush()
-                os.fsync(stream.fileno())
-            hidden.rename(path)
-    finally:
-        hidden.unlink(missing_ok=True)
-
-
 class ShardWriter:
     """Writes one shard aside: tokens as they come, starts at the end."""
 
@@ -98,7 +61,7 @@ class ShardWriter:
         self.folder, self.name, self.dtype = folder, name, dtype
         self.count = 0
         self.starts = array("q")
-        self._file = aside(folder / f"{name}.tokens")
+        self._file = stream_aside(folder / f"{name}.tokens")
         self._stream = self._file.__enter__()
 
     def begin(self) -> None:
@@ -120,7 +83,7 @@ class ShardWriter:
     ) -> None:
         self._file.__exit__(kind, error, trace)
         if kind is None:
-            with aside(self.folder / f"{self.name}.starts") as stream:
+            with stream_aside(self.folder / f"{self.name}.starts") as stream:
                 stream.write(self.starts.tobytes())
 
 

@@ -20,6 +20,7 @@ from plume.config import (
     parse_overrides,
     with_overrides,
 )
+from plume.files import write_text
 from plume.generate.continuation import Generation
 from plume.generate.lm import LM, best_of
 from plume.text import load_tokenizer
@@ -137,9 +138,7 @@ def batch(lm: LM, config: GenerateConfig) -> None:
     if config.out is None:
         sys.stdout.writelines(lines)
         return
-    aside = config.out.with_name(f".{config.out.name}.{os.getpid()}")
-    aside.write_text("".join(lines), encoding="utf-8")
-    os.replace(aside, config.out)
+    write_text(config.out, "".join(lines))
     print(f"{len(lines)} answers in {config.out}", file=sys.stderr)
 
 

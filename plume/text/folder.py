@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from plume.config import UserError
+from plume.files import write_text
 from plume.text.definition import (
     BYTE_LETTERS,
     CONTINUES,
@@ -86,9 +86,7 @@ def save_tokenizer(d: Definition, folder: Path) -> None:
     for stale in {"vocab.txt", "vocab.json", "merges.txt"} - files.keys():
         (folder / stale).unlink(missing_ok=True)
     for name, content in files.items():
-        aside = folder / f".{name}.{os.getpid()}"
-        aside.write_text(content, encoding="utf-8", newline="")
-        os.replace(aside, folder / name)
+        write_text(folder / name, content)
 
 
 def _from_tokenizer_json(folder: Path, config: Mapping[str, Any]) -> Definition:

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,10 @@ from torch import Tensor, nn
 
 from plume.config import AdaptConfig, UserError
 from plume.families import family_of
+from plume.files import aside, write_json
 from plume.heads import Model, NextToken
 from plume.model import Attention, EncoderDecoder, Transformer, initialise
-from plume.weights import rules_for, swap_in, write_json
+from plume.weights import rules_for
 
 PART_NAMES = {"q": "attn.inner.q", "k": "attn.inner.k", "v": "attn.inner.v", "out": "attn.inner.out"} | {
     "up": "mlp.inner.up",
@@ -281,12 +280,9 @@ def save_adapter(model: Model, config: AdaptConfig, folder: Path, *, base: str) 
         "fan_in_fan_out": any(rule.transposed for rule in family.body),
         "inference_mode": True,
     }
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    write_json(aside / "adapter_config.json", about)
-    save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, aside / "adapter_model.safetensors")
-    swap_in(aside, folder)
+    with aside(folder) as new:
+        write_json(new / "adapter_config.json", about)
+        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, new / "adapter_model.safetensors")
     return folder
 
 

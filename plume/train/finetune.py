@@ -9,6 +9,7 @@ from typing import Any
 
 from plume.config import FinetuneConfig
 from plume.data.examples import Example
+from plume.files import aside, read_json, write_json, write_text
 from plume.heads import Model
 from plume.train import adapt, metrics
 from plume.train.devices import Precision, choose_precision
@@ -21,7 +22,7 @@ from plume.train.ranks import Ranks, join
 from plume.train.report import describe_data, describe_run, plot_confusion, plot_curves
 from plume.train.task_plan import HeldOut, Plan, build_model, make_objective, make_plan, train_config
 from plume.train.translate import Writer
-from plume.weights import load_model, read_json, save_model, write_json
+from plume.weights import load_model, save_model
 
 FEW = 5000  # training rows below which results depend on the seed so much that one run says little
 SEEDS = 3
@@ -191,9 +192,8 @@ def seeds_of(config: FinetuneConfig, rows: int) -> range:
 def finish(plan: Plan, result: FinetuneResult) -> FinetuneResult:
     """The best seed's model, its predictions, plots and the report."""
     folder, data, job = plan.config.folder, plan.data, plan.job
-    shutil.copytree(folder / f"seed-{result.best.seed}" / "model", folder / ".model.writing", dirs_exist_ok=True)
-    shutil.rmtree(folder / "model", ignore_errors=True)
-    (folder / ".model.writing").rename(folder / "model")
+    with aside(folder / "model") as new:
+        shutil.copytree(folder / f"seed-{result.best.seed}" / "model", new)
     model = load_model(folder / "model")
     job.settings = settings_from(read_json(folder / "model" / "plume.json")["task"])
     metric = answered(plan, model, data.validation, folder / "predictions.jsonl")
@@ -207,7 +207,7 @@ def finish(plan: Plan, result: FinetuneResult) -> FinetuneResult:
     if isinstance(metric, metrics.Labels):
         plot_confusion(metric.confusion, data.labels, folder / "confusion.png")
     plot_curves({f"seed {s.seed}": s.history for s in result.seeds}, plan.metric, folder / "curve.png")
-    (folder / "report.md").write_text(describe_run(plan, result), encoding="utf-8")
+    write_text(folder / "report.md", describe_run(plan, result))
     about = {name: value for name, value in asdict(result).items() if name not in ("folder", "best")}
     write_json(folder / "results.json", {**about, "summary": result.summary, "best_seed": result.best.seed})
     return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from plume.data.examples import Example
+from plume.files import write_rows
 from plume.heads import Model
 from plume.train import metrics
 from plume.train.jobs import Job, Prediction
@@ -62,12 +62,9 @@ def best_null(examples: Sequence[Example], given: dict[int, Prediction]) -> floa
 
 
 def write_predictions(path: Path, examples: Sequence[Example], answers: dict[int, Prediction]) -> None:
-    aside = path.with_name(f".{path.name}")
-    with aside.open("w", encoding="utf-8") as stream:
-        for number, example in enumerate(examples):
-            answer = answers[number]
-            row = {"where": example.where, "label": example.label, "prediction": answer.value, "scores": answer.scores}
-            if "id" in example.fields:
-                row["id"] = example.fields["id"]
-            stream.write(json.dumps(row, ensure_ascii=False) + "\n")
-    aside.replace(path)
+    rows = list[dict[str, Any]]()
+    for number, example in enumerate(examples):
+        answer = answers[number]
+        row = {"where": example.where, "label": example.label, "prediction": answer.value, "scores": answer.scores}
+        rows.append(row | ({"id": example.fields["id"]} if "id" in example.fields else {}))
+    write_rows(path, rows)

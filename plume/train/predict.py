@@ -9,11 +9,11 @@ from typing import Any
 
 from plume.config import UserError
 from plume.data.examples import Example, Kind
+from plume.files import read_json
 from plume.heads import Model
 from plume.text import Tokenizer
 from plume.train.jobs import ChooseJob, Job, JobSettings, LabelJob, Prediction, SpanJob, TagJob, settings_from
 from plume.train.judge import predict
-from plume.weights import read_json
 
 KIND_OF: dict[str, Kind] = {
     "classify": "classify",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from plume.config import TrainConfig, UserError
+from plume.files import write_rows
 from plume.train.ranks import Ranks
 from plume.train.runs import METRICS, SAMPLES, read_metrics
 
@@ -125,9 +126,7 @@ class Progress:
         """Forget what was written after the step that the run goes on from."""
         if self.ranks.main:
             rows = [row for row in read_metrics(self.folder) if row["step"] <= step]
-            aside = self.folder / f".{METRICS}"
-            aside.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-            aside.replace(self.folder / METRICS)
+            write_rows(self.folder / METRICS, rows)
             self.best = min((row["score"] for row in rows if "score" in row), default=math.inf)
             first = "loss" if len(self.parts) == 1 else self.parts[0]
             self.first_part = next((row[first] for row in rows if first in row), None)

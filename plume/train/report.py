@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plume.data.tasks import TaskData
+from plume.files import new_figure, save_figure
 
 if TYPE_CHECKING:
     from plume.train.finetune import FinetuneResult
@@ -102,21 +103,6 @@ def describe_run(plan: Plan, result: FinetuneResult) -> str:
     pictures = ["curve.png", *(["confusion.png"] if plan.data.labels and plan.data.target == "label" else [])]
     lines += [f"![{name}]({name})" for name in pictures if (config.folder / name).is_file()]
     return "\n".join(lines) + "\n"
-
-
-def new_figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")  # not pyplot: no window system, no global state
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def save_figure(figure: Any, file: Path) -> None:
-    aside = file.with_name(f".{file.name}")
-    figure.savefig(aside, format="png", dpi=120)
-    aside.replace(file)
 
 
 def plot_confusion(confusion: Any, labels: Sequence[str], file: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plume.config import UserError, did_you_mean
+from plume.files import new_figure, save_figure, write_text
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.txt"
@@ -79,9 +80,7 @@ def read_recipe_of(folder: Path) -> dict[str, Any]:
 
 def write_recipe(folder: Path, table: Mapping[str, Any]) -> None:
     """The settings of a run as TOML, whole or not at all."""
-    aside = folder / f".{RECIPE}"
-    aside.write_text(to_toml(table), encoding="utf-8")
-    aside.replace(folder / RECIPE)
+    write_text(folder / RECIPE, to_toml(table))
 
 
 def to_toml(table: Mapping[str, Any], path: str = "") -> str:
@@ -179,14 +178,10 @@ def number(value: float | None) -> str:
 
 def plot_runs(folders: Sequence[Path], file: Path) -> Path | None:
     """Training and validation loss of runs by step, as a PNG; None when there is nothing to draw."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     curves = [(folder.name, read_metrics(folder)) for folder in folders]
     if not any(rows for _, rows in curves):
         return None
-    figure = Figure(figsize=(8, 5), layout="constrained")  # not pyplot: no window system, no global state
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 5)
     axes = figure.add_subplot()
     for index, (name, rows) in enumerate(curves):
         for key, style, alpha in (("loss", "-", 0.5), ("validation_loss", "o-", 1.0)):
@@ -198,7 +193,5 @@ def plot_runs(folders: Sequence[Path], file: Path) -> Path | None:
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    aside = file.with_name(f".{file.name}")
-    figure.savefig(aside, format="png", dpi=120)
-    aside.replace(file)
+    save_figure(figure, file)
     return file

@@ -206,14 +206,14 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, whole, workers, monke
 
 def test_a_full_disk_at_the_last_moment(tmp_path, whole, monkeypatch):
     folder = tmp_path / "out"
-    rename = Path.rename
+    put = Path.replace
 
     def full(self, target):
         if Path(target).name == "data.json":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return rename(self, target)
+        return put(self, target)
 
-    monkeypatch.setattr(Path, "rename", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(UserError, match=r"the disk is full: data\.json"):
         prepare(replace(whole, folder=folder))
     monkeypatch.undo()
