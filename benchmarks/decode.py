@@ -1,12 +1,70 @@
 """Decoding speed beside every installed peer: python -m benchmarks.decode (takes the fields of DecodeBenchConfig)."""
 
-import sys
+from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+
+from benchmarks.results import Row, report
 from plume.config import DecodeBenchConfig, build, parse_overrides, with_overrides
-from plume.generate.bench import bench_decode, table
+from plume.generate.bench import Report, bench_decode, table
+
+SAME = {"float32": "ctranslate2 float32", "int8": "ctranslate2 int8"}  # the peer in the precision of ours
+BARS = {  # (precision of ours, job, engine) -> how many times as fast
+    ("float32", "batch 1", "llama.cpp f32"): 1.1,
+    ("int8", "batch 1", "llama.cpp q8_0"): 1.25,
+    ("int8", "batch 1", "llama.cpp q4_0"): 1.0,
+    ("int8", "batch 8", "llama.cpp q8_0"): 1.25,
+    **{(precision, job, peer): 2.0 for precision, peer in SAME.items() for job in ("batch 1", "batch 8")},
+    ("float32", "batch 1", "transformers fp32"): None,
+    ("float32", "batch 8", "transformers fp32"): None,
+    ("int8", "batch 1", "transformers fp32"): None,
+    ("int8", "batch 8", "transformers fp32"): None,
+}
+
+
+def rows(found: Report) -> Iterator[Row]:
+    """Each bar with its ratio; prefill against the best peer; the share of the bandwidth; attention's growth."""
+    engines = {row["engine"]: row for row in found.rows}
+    for (precision, job, peer), bar in BARS.items():
+        mine, theirs = engines[f"plume {precision}"].get(job), engines.get(peer, {}).get(job)
+        if mine and theirs:
+            yield Row(
+                key=f"{job}, {precision}, {peer}",
+                what=f"{job}, {precision}: tokens/s against {peer}",
+                figure=mine / theirs,
+                at_least=bar,
+                detail=f"{mine:.1f} and {theirs:.1f} tokens/s",
+            )
+    peers = {name: row["prefill"] for name, row in engines.items() if not name.startswith("plume") and row["prefill"]}
+    ours = {name: row["prefill"] for name, row in engines.items() if name.startswith("plume")}
+    if peers:
+        mine, theirs = max(ours, key=ours.__getitem__), max(peers, key=peers.__getitem__)
+        yield Row(
+            key="prefill",
+            what="reading a long prompt, against the best peer",
+            figure=ours[mine] / peers[theirs],
+            at_least=1.0,
+            detail=f"{mine} {ours[mine]:.0f}, {theirs} {peers[theirs]:.0f} tokens/s",
+        )
+    for precision in ("float32", "int8"):
+        yield Row(
+            key=f"bandwidth, {precision}",
+            what=f"batch 1, {precision}: share of the memory bandwidth",
+            figure=100 * engines[f"plume {precision}"]["bandwidth"],
+            unit="%",
+            digits=0,
+            at_least=85,
+            detail=f"a plain read loop: {found.bandwidth / 1e9:.1f} GB/s",
+        )
+    for length, milliseconds in found.growth.items():
+        yield Row(key=f"context {length}", what=f"int8, a token behind {length} others", figure=milliseconds, unit="ms")
+
 
 if __name__ == "__main__":
     from rich.console import Console
 
     config = build(DecodeBenchConfig, with_overrides({}, parse_overrides(sys.argv[1:])))
-    Console(width=160).print(table(bench_decode(config), config))
+    measured = bench_decode(config)
+    Console(width=160).print(table(measured, config))
+    report(*rows(measured))

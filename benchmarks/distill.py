@@ -1,8 +1,9 @@
 """A student against its teacher: speed and loss, and the same student trained without one.
 
-    python -m benchmarks.distill --text tinyshakespeare.txt [--steps 600] [--student-layers 2]
+    python -m benchmarks.distill [--text FILE] [--steps 600] [--student-layers 2]
 
 A character model is trained on the text, then a student of fewer layers from it; both read the same held-out tenth.
+Without a text it is Shakespeare's, or Python's source.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.results import ROOT, Row, made_text, real, report
 from plume.config import DataConfig, DistillConfig, PretrainConfig, TokenizerConfig, build, read_recipe
 from plume.heads import Model
 from plume.train.distill import distill
 from plume.train.pretrain import pretrain
 from plume.weights import load_model
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 @torch.inference_mode()
@@ -41,7 +41,7 @@ def speed_ratio(teacher: Model, student: Model, rounds: int = 30) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--text", required=True)
+    parser.add_argument("--text", type=Path, default=real("data", "tinyshakespeare", "input.txt"))
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--student-steps", type=int, default=300)
     parser.add_argument("--student-layers", type=int, default=2)
@@ -51,8 +51,11 @@ def main() -> None:
     recipe = build(PretrainConfig, read_recipe(ROOT / "recipes" / "gpt2-char.toml"))
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
+        if args.text is None:
+            args.text = place / "text.txt"
+            args.text.write_text(made_text(1_000_000), encoding="utf-8")
         data = DataConfig(
-            paths=(args.text,),
+            paths=(str(args.text),),
             folder=place / "data",
             tokenizer=TokenizerConfig(kind="characters"),
             validation=0.1,
@@ -75,10 +78,32 @@ def main() -> None:
         alone = pretrain(replace(recipe, folder=place / "alone", model=small, data=data, train=shorter))
         torch.set_num_threads(1)
         ratio = speed_ratio(load_model(teacher.model), load_model(place / "student" / "model"))
-    print(
-        f"RESULT teacher {recipe.model.layers} layers, loss {result.teacher_loss:.4f}; student {args.student_layers} "
-        f"layers, loss {result.student_loss:.4f}; the same without a teacher {alone.outcome.validation:.4f}; "
-        f"student reads {ratio:.2f} times faster"
+    layers = f"{args.student_layers} layers of {recipe.model.layers}"
+    alone_loss = alone.outcome.validation
+    assert alone_loss is not None
+    report(
+        Row(
+            key="speed",
+            what=f"a student of {layers}: speed of reading, against its teacher",
+            figure=ratio,
+            at_least=1.8,
+        ),
+        Row(
+            key="loss",
+            what="its loss above its teacher's",
+            figure=result.student_loss - result.teacher_loss,
+            unit="nats",
+            digits=3,
+            detail=f"teacher {result.teacher_loss:.4f}, student {result.student_loss:.4f}",
+        ),
+        Row(
+            key="worth",
+            what="loss that the teacher saves, against the same student without one",
+            figure=alone_loss - result.student_loss,
+            unit="nats",
+            digits=3,
+            detail=f"without a teacher {alone_loss:.4f}",
+        ),
     )
 
 

@@ -1,6 +1,6 @@
 """Items per second against lm-evaluation-harness with transformers: same folder, same items, same cores, turn by turn.
 
-python -m benchmarks.evaluate [--preset gpt2] [--rounds 3] [--threads 2] [--data ../shared/data]
+python -m benchmarks.evaluate [--preset gpt2] [--rounds 3] [--threads 2] [--data FOLDER]
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.results import Row, real, report
 from plume.config import PRESETS, EvaluateConfig, TokenizerConfig
 from plume.evaluate.progress import Progress
 from plume.evaluate.protocols import protocol_called
@@ -31,9 +32,9 @@ from plume.text import Tokenizer, load_tokenizer, train_tokenizer
 from plume.weights import save_model
 
 
-def texts(data: Path) -> tuple[list[str], list[str], Path | None]:
+def texts(data: Path | None) -> tuple[list[str], list[str], Path | None]:
     """Passages, pages and a tokenizer folder: real ones where they are, else Python's manual."""
-    if (data / "lambada").is_dir():
+    if data is not None and (data / "lambada").is_dir():
         lines = (data / "lambada/lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
         pages = split_pages((data / "wikitext-2/wiki.test.raw").read_text(encoding="utf-8"))
         return [json.loads(line)["text"] for line in lines], pages, data.parent / "tokenizers" / "gpt2"
@@ -121,7 +122,7 @@ def main() -> None:
     words.add_argument("--rounds", type=int, default=3)
     words.add_argument("--items", type=int, default=24)
     words.add_argument("--threads", type=int, default=2)
-    words.add_argument("--data", type=Path, default=Path("../shared/data"))
+    words.add_argument("--data", type=Path, default=real("data"))
     given = words.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}  # read when the harness is imported
     warnings.simplefilter("ignore")
@@ -175,11 +176,18 @@ def say(task: str, count: int, taken: dict[str, list[float]], values: set[str]) 
     """Ratios round by round, their median: against the harness's default batch of 1, and against 8."""
     ours = taken.pop("plume")
     ratios = {name: median(b / a for a, b in zip(ours, theirs, strict=True)) for name, theirs in taken.items()}
-    print(
-        f"{task}: plume {count / median(ours):.3f} items/s; times the harness with "
-        + ", ".join(f"{name}: {ratio:.2f}" for name, ratio in ratios.items())
-        + (f" (values {', '.join(sorted(values))})" if values else ""),
-        flush=True,
+    said = f"; both say {', '.join(sorted(values))}" if values else ""
+    report(
+        *(
+            Row(
+                key=f"{task}, {name}",
+                what=f"{task}: items/s against lm-evaluation-harness with transformers, {name}",
+                figure=ratio,
+                at_least=2.0,
+                detail=f"{count / median(ours):.2f} and {count / median(taken[name]):.2f} items/s{said}",
+            )
+            for name, ratio in ratios.items()
+        )
     )
 
 

@@ -1,8 +1,9 @@
 """From .jsonl to token shards against `datasets` map with `tokenizers`, interleaved; and peak memory over input size.
 
-    python -m benchmarks.prepare --vocabulary FOLDER [--megabytes 50] [--large 500] [--rounds 3]
+    python -m benchmarks.prepare [--vocabulary FOLDER] [--megabytes 50] [--large 500] [--rounds 3]
 
-FOLDER holds GPT-2's vocab.json and merges.txt. Every run is a process of its own; its memory is that of its whole tree.
+FOLDER holds a vocab.json and merges.txt: GPT-2's, or else ones learned from Python's source. Every run is a process
+of its own; its memory is that of its whole tree.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.results import Row, made_text, real, report
+from plume.config import TokenizerConfig
 from plume.data.sources import find_files
+from plume.text import train_tokenizer
 
 WORKERS = 2
 OURS = """
@@ -42,7 +46,8 @@ text, out, vocabulary, workers = sys.argv[1:]
 datasets.disable_progress_bars()
 tokenizer = ByteLevelBPETokenizer(f"{vocabulary}/vocab.json", f"{vocabulary}/merges.txt")._tokenizer
 def encode(rows):
-    ids = [[*e.ids, 50256] for e in tokenizer.encode_batch_fast(rows["text"])]
+    end = tokenizer.token_to_id("<|endoftext|>")
+    ids = [[*e.ids, end] for e in tokenizer.encode_batch_fast(rows["text"])]
     return {"ids": ids, "len": [len(i) for i in ids]}
 data = datasets.load_dataset("json", data_files=text, split="train", cache_dir=out)
 data = data.train_test_split(test_size=0.01, seed=1)
@@ -75,6 +80,13 @@ def write_corpus(path: Path, megabytes: int) -> None:
             number += 1
 
 
+def own_vocabulary(place: Path) -> Path:
+    """One like GPT-2's, where that is not at hand."""
+    tokenizer = train_tokenizer(TokenizerConfig(vocab_size=16_384), [made_text(3_000_000)])
+    tokenizer.save(place / "vocabulary")
+    return place / "vocabulary"
+
+
 def cpu_seconds() -> float:
     """Of all children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -96,13 +108,14 @@ def run(script: str, *words: str) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocabulary", required=True)
+    parser.add_argument("--vocabulary", type=Path, default=real("tokenizers", "gpt2"))
     parser.add_argument("--megabytes", type=int, default=50)
     parser.add_argument("--large", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
+        vocabulary = str(own_vocabulary(base) if args.vocabulary is None else args.vocabulary)
         small, large = base / "small.jsonl", base / "large.jsonl"
         write_corpus(small, args.megabytes)
         megabytes = small.stat().st_size / 1e6
@@ -111,20 +124,36 @@ def main() -> None:
             speeds = {}
             for name, script in (("plume", OURS), ("datasets + tokenizers", THEIRS)):
                 out = base / f"{name.split()[0]}{n}"
-                seconds, used, peak = run(script, str(small), str(out), args.vocabulary, str(WORKERS))
+                seconds, used, peak = run(script, str(small), str(out), vocabulary, str(WORKERS))
                 speeds[name] = megabytes / seconds
                 print(f"  {name}: {speeds[name]:.1f} MB/s, {used:.0f} s of processor, peak {peak:.0f} MB", flush=True)
             ratios.append(speeds["plume"] / speeds["datasets + tokenizers"])
             print(f"round {n + 1}: ratio {ratios[-1]:.2f}", flush=True)
-        print(f"median ratio {statistics.median(ratios):.2f} (at least 2.5 wanted)")
+        report(
+            Row(
+                key="speed",
+                what=".jsonl to token shards: MB/s against `datasets` map with `tokenizers`",
+                figure=statistics.median(ratios),
+                at_least=2.5,
+                detail=f"rounds {', '.join(f'{ratio:.2f}' for ratio in ratios)}",
+            )
+        )
         if args.large:
             write_corpus(large, args.large)
             peaks = {}
             for path in (small, large):
-                seconds, _, peaks[path] = run(OURS, str(path), f"{path}.out", args.vocabulary, str(WORKERS))
+                seconds, _, peaks[path] = run(OURS, str(path), f"{path}.out", vocabulary, str(WORKERS))
                 size = path.stat().st_size / 1e6
                 print(f"plume on {size:.0f} MB: {size / seconds:.1f} MB/s, peak {peaks[path]:.0f} MB", flush=True)
-            print(f"peak ratio {peaks[large] / peaks[small]:.3f} (flat wanted)")
+            report(
+                Row(
+                    key="memory",
+                    what=f"peak memory for {args.large} MB of text, against {args.megabytes} MB",
+                    figure=peaks[large] / peaks[small],
+                    at_most=1.1,
+                    detail=f"{peaks[large]:.0f} and {peaks[small]:.0f} MB",
+                )
+            )
 
 
 if __name__ == "__main__":

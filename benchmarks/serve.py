@@ -20,10 +20,11 @@ from pathlib import Path
 import httpx
 import psutil
 
+from benchmarks.results import Row, report, skip
+
 PROMPT = (
     "In a shocking finding, scientist discovered a herd of unicorns living in a remote, previously unexplored valley. "
 )
-END = 50_256  # GPT-2's end token, forbidden here so that every answer has the same length
 LINUX_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 
@@ -63,9 +64,10 @@ class Load:
         return self.tokens / self.seconds
 
 
-async def stream(client: httpx.AsyncClient, url: str, number: int, tokens: int) -> tuple[int, float]:
+async def stream(client: httpx.AsyncClient, url: str, number: int, tokens: int, end: int) -> tuple[int, float]:
     body = {"model": "shape", "prompt": f"{PROMPT} {number}", "max_tokens": tokens, "stream": True, "seed": number}
-    body |= {"logit_bias": {str(END): -100}, "temperature": 1.0, "top_k": 40}
+    body |= {"temperature": 1.0, "top_k": 40}
+    body |= {"logit_bias": {str(end): -100}}  # without an end token every answer has the same length
     began, first, count = time.perf_counter(), 0.0, 0
     async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
         assert answer.status_code == 200, await answer.aread()
@@ -76,10 +78,10 @@ async def stream(client: httpx.AsyncClient, url: str, number: int, tokens: int) 
     return tokens, first
 
 
-async def load(url: str, clients: int, tokens: int) -> Load:
+async def load(url: str, clients: int, tokens: int, end: int) -> Load:
     async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
         began = time.perf_counter()
-        done = await asyncio.gather(*(stream(client, url, i, tokens) for i in range(clients)))
+        done = await asyncio.gather(*(stream(client, url, i, tokens, end) for i in range(clients)))
     return Load(sum(count for count, _ in done), time.perf_counter() - began, [first for _, first in done])
 
 
@@ -89,7 +91,7 @@ def peer_command(folder: Path, precision: str, port: int) -> list[str]:
     from plume.generate.export import export
 
     kind = "q8_0" if precision == "int8" else "f32"
-    file = folder.parent / f"shape-{kind}.gguf"
+    file = folder.parent / f"{folder.name}-{kind}.gguf"
     if not file.is_file():
         export(ExportConfig(model=folder, precision=kind, out=file))
     threads = str(len(psutil.Process().cpu_affinity()))
@@ -97,12 +99,14 @@ def peer_command(folder: Path, precision: str, port: int) -> list[str]:
     return ["-m", "llama_cpp.server", *words, "--port", str(port), "--interrupt_requests", "false"]
 
 
-def clients(place: Path, rounds: int, tokens: int, precision: str) -> None:
+def clients(place: Path, rounds: int, tokens: int, precision: str, preset: str) -> None:
+    from plume.config import PRESETS
     from plume.generate.bench import random_folder
 
-    folder = place / "gpt2"
+    end = PRESETS[preset].vocab_size - 1
+    folder = place / preset
     if not folder.is_dir():
-        random_folder("gpt2", place)
+        random_folder(preset, place)
     ours, theirs = "http://127.0.0.1:8931", "http://127.0.0.1:8932"
     words = ["-m", "plume", "serve", f"shape={folder}", "--port", "8931", "--engine.precision", precision]
     found: dict[str, list[Load]] = {"plume, 1 client": [], "plume, 16 clients": [], "llama-cpp-python, 16 clients": []}
@@ -110,19 +114,36 @@ def clients(place: Path, rounds: int, tokens: int, precision: str) -> None:
         server([*words, "--access-log", str(place / "access.log")], ours),
         server(peer_command(folder, precision, 8932), theirs),
     ):
-        asyncio.run(load(ours, 2, 8))
-        asyncio.run(load(theirs, 1, 8))
+        asyncio.run(load(ours, 2, 8, end))
+        asyncio.run(load(theirs, 1, 8, end))
         for _ in range(rounds):  # in turn, so that a busy moment of the machine meets all of them
             for name, url, count in zip(found, (ours, ours, theirs), (1, 16, 16), strict=True):
-                found[name].append(asyncio.run(load(url, count, tokens)))
+                found[name].append(asyncio.run(load(url, count, tokens, end)))
     rates = {name: statistics.median(one.rate for one in runs) for name, runs in found.items()}
-    print(f"124M shape, {precision}, {tokens} new tokens each, median of {rounds} rounds in turn")
-    for name, runs in found.items():
-        firsts = sorted(first for one in runs for first in one.first)
-        late = firsts[min(len(firsts) - 1, int(0.95 * len(firsts)))]
-        print(f"{name:30} {rates[name]:8.1f} tokens/s   p95 time to first token {1000 * late:7.0f} ms")
-    one, many, peer = rates.values()
-    print(f"16 clients against 1: {many / one:.2f}x;  against the peer: {many / peer:.2f}x")
+    late = {name: sorted(first for run in runs for first in run.first) for name, runs in found.items()}
+    p95 = {name: firsts[min(len(firsts) - 1, int(0.95 * len(firsts)))] for name, firsts in late.items()}
+    one, many, peer = rates
+    speeds = ", ".join(f"{name} {rate:.1f} tokens/s" for name, rate in rates.items())
+    report(
+        Row(
+            key="scaling",
+            what=f"124M, {precision}: tokens/s of 16 streaming clients against one",
+            figure=rates[many] / rates[one],
+            at_least=3.0,
+            detail=speeds,
+        ),
+        Row(
+            key="peer",
+            what="tokens/s of 16 clients against llama-cpp-python's server",
+            figure=rates[many] / rates[peer],
+            at_least=1.5,
+            detail=speeds,
+        ),
+        *(
+            Row(key=f"p95, {n}", what=f"p95 time to the first token, {n}", figure=1000 * p95[n], unit="ms", digits=0)
+            for n in p95
+        ),
+    )
 
 
 # ---- a storm of short requests -----------------------------------------------------------------------------------
@@ -158,9 +179,28 @@ def storm(place: Path, requests: int) -> None:
         after = process.memory_info().rss
         metrics = httpx.get(f"{url}/metrics").text
     left = [line for line in metrics.splitlines() if line.startswith(("plume_active{", "plume_waiting{"))]
-    print(f"{requests} requests: {counts}")
-    print(f"memory {before / 2**20:.0f} MB before, {after / 2**20:.0f} MB after; left behind: {left}")
-    assert counts["wrong"] == counts["5xx"] == 0 and all(line.endswith(" 0.0") for line in left)
+    assert all(line.endswith(" 0.0") for line in left), left
+    what = f"{requests:,} short requests, some given up, some malformed"
+    shown = ", ".join(f"{count} {name}" for name, count in counts.items())
+    report(
+        Row(
+            key="wrong",
+            what=f"{what}: wrong answers",
+            figure=counts["wrong"],
+            unit="",
+            digits=0,
+            at_most=0,
+            detail=shown,
+        ),
+        Row(key="5xx", what=f"{what}: server errors", figure=counts["5xx"], unit="", digits=0, at_most=0),
+        Row(
+            key="memory",
+            what=f"{what}: memory after, of that before",
+            figure=after / before,
+            at_most=1.05,
+            detail=f"{before / 2**20:.0f} MB before, {after / 2**20:.0f} MB after",
+        ),
+    )
 
 
 async def throw(url: str, count: int, expected: list[str]) -> dict[str, int]:
@@ -209,12 +249,18 @@ JSON = {"content-type": "application/json"}
 # ---- the page ----------------------------------------------------------------------------------------------------
 
 
-def page(place: Path, model: str) -> None:
+def page(place: Path, model: Path | None) -> None:
     """First paint of the Explorer, and how long a next-token answer takes, on a model of the demo's size."""
     from playwright.sync_api import sync_playwright
 
+    from plume.generate.bench import random_folder
+
     url = "http://127.0.0.1:8934"
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        skip("the Explorer needs a Chromium to be drawn in, which is not here")
+    if model is None:
+        model = place / "gpt2-laptop" if (place / "gpt2-laptop").is_dir() else random_folder("gpt2-laptop", place)
     words = ["-m", "plume", "serve", f"demo={model}", "--port", "8934", "--access-log", str(place / "page.log")]
     with server(words, url), sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=chromium, args=LINUX_FLAGS)
@@ -233,8 +279,14 @@ def page(place: Path, model: str) -> None:
                 body = {"model": "demo", "text": f"def main{i}(self, value):", "k": 200, "temperatures": True}
                 client.post("/v1/next-tokens", json=body).raise_for_status()
                 times.append(1000 * (time.perf_counter() - began))
-    print(f"first paint: median {statistics.median(paints):.0f} ms, slowest {max(paints):.0f} ms")
-    print(f"next tokens: median {statistics.median(times):.0f} ms, slowest {max(times):.0f} ms")
+    for key, what, bar, taken in (
+        ("paint", "the Explorer on the demo's model: first paint", 1000, paints),
+        ("next", "the Explorer on the demo's model: a next-token answer", 150, times),
+    ):
+        slowest = f"slowest of {len(taken)}: {max(taken):.0f} ms"
+        report(
+            Row(key=key, what=what, figure=statistics.median(taken), unit="ms", digits=0, at_most=bar, detail=slowest)
+        )
 
 
 def main() -> None:
@@ -244,12 +296,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--precision", choices=["float32", "int8"], default="int8")
-    parser.add_argument("--model", default="runs/demo", help="for page: a model of the demo's size")
+    parser.add_argument("--preset", default="gpt2", help="for clients: the shape of the model")
+    parser.add_argument("--model", type=Path, help="for page: unset means random weights of the demo's shape")
     parser.add_argument("--place", type=Path, default=Path(tempfile.gettempdir()) / "plume-bench-serve")
     given = parser.parse_args()
     given.place.mkdir(parents=True, exist_ok=True)
     if given.what in ("clients", "all"):
-        clients(given.place, given.rounds, given.tokens, given.precision)
+        clients(given.place, given.rounds, given.tokens, given.precision, given.preset)
     if given.what in ("storm", "all"):
         storm(given.place, given.requests)
     if given.what in ("page", "all"):

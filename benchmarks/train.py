@@ -1,6 +1,6 @@
 """Training against the same job written plainly: time to a loss on characters, and speed and memory of the 124M model.
 
-python -m benchmarks.train characters --text tinyshakespeare.txt
+python -m benchmarks.train characters [--text FILE]
 python -m benchmarks.train gpt2
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.results import ROOT, Row, real, report, skip
 from plume.config import PRESETS, PretrainConfig, TrainConfig, build, read_recipe
 from plume.data import PackedWindows, open_shards, prepare
 from plume.heads import Model
@@ -33,9 +34,7 @@ from plume.train.objectives import TensorBatch, Tokens
 from plume.train.pretrain import make_task
 from plume.train.ranks import Ranks
 
-ROOT = Path(__file__).resolve().parents[1]
-TARGET = 1.88  # nats per character over the whole held-out tenth
-PLAIN_STEPS = 2000
+TARGET = 1.88  # nats per character over the whole held-out tenth of Shakespeare
 CHECK = 100  # steps of the plain recipe between two looks at its validation loss
 CPU = torch.device("cpu")
 
@@ -69,15 +68,15 @@ def full_validation(model: Model, held_out: PackedWindows) -> float:
     return total / count
 
 
-def plain_characters(tokens: torch.Tensor, config: PretrainConfig, clock: Clock) -> Iterator[Model]:
-    """The usual small script: AdamW, random windows, cosine; gives the model after every step."""
+def plain_characters(tokens: torch.Tensor, config: PretrainConfig, clock: Clock, total: int) -> Iterator[Model]:
+    """nanoGPT's recipe for a CPU, written plainly: AdamW, random windows, cosine; gives the model after every step."""
     batch, length, peak, low, warmup = 12, config.model.context, 1e-3, 1e-4, 100
     torch.manual_seed(0)
     model = Model(config.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.99), weight_decay=0.1)
-    for step in range(PLAIN_STEPS):
+    for step in range(total):
         began = time.perf_counter()
-        share = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (PLAIN_STEPS - warmup)))
+        share = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
         for group in optimizer.param_groups:
             group["lr"] = peak * (step + 1) / (warmup + 1) if step < warmup else low + share * (peak - low)
         starts = torch.randint(len(tokens) - length - 1, (batch,)).tolist()
@@ -107,13 +106,15 @@ def our_characters(config: PretrainConfig, data: Path, clock: Clock) -> Iterator
         yield model
 
 
-def characters(text: Path) -> dict[str, Any]:
+def characters(text: Path, plain_steps: int, our_steps: int | None) -> dict[str, Any]:
     """Both recipes by turns in one run: a few plain steps, one of ours. Ours is judged at its end, the plain one where
     it first reaches the target, or at its end."""
     with tempfile.TemporaryDirectory() as temporary:
         table = read_recipe(ROOT / "recipes" / "gpt2-char.toml")
         table["folder"] = f"{temporary}/run"
         table["data"] |= {"paths": [str(text)], "folder": f"{temporary}/data"}
+        if our_steps is not None:
+            table["train"]["steps"] = our_steps
         config = build(PretrainConfig, table)
         config.folder.mkdir()
         data = prepare(config.data).folder
@@ -125,13 +126,14 @@ def characters(text: Path) -> dict[str, Any]:
         ours = our_characters(config, data, clocks["ours"])
         reached: dict[str, Any] = {}
         our_model: Model | None = None
-        for plain in plain_characters(torch.from_numpy(stream.read(0, len(stream))), config, clocks["plain"]):
+        tokens = torch.from_numpy(stream.read(0, len(stream)))
+        for plain in plain_characters(tokens, config, clocks["plain"], plain_steps):
             steps = clocks["plain"].steps
-            while clocks["ours"].steps < config.train.steps * steps / PLAIN_STEPS:
+            while clocks["ours"].steps < config.train.steps * steps / plain_steps:
                 our_model = next(ours)
-            if "plain" not in reached and (steps % CHECK == 0 or steps == PLAIN_STEPS):
+            if "plain" not in reached and (steps % CHECK == 0 or steps == plain_steps):
                 loss = full_validation(plain, held_out)
-                if loss <= TARGET or steps == PLAIN_STEPS:
+                if loss <= TARGET or steps == plain_steps:
                     reached["plain"] = {**vars(clocks["plain"]), "loss": loss}
         assert our_model is not None
         reached["ours"] = {**vars(clocks["ours"]), "loss": full_validation(our_model, held_out)}
@@ -143,12 +145,12 @@ def characters(text: Path) -> dict[str, Any]:
 ROWS, LENGTH = 16, 256
 
 
-def plain_gpt2(steps: int) -> list[float]:
-    model = Model(replace(PRESETS["gpt2"], dropout=0.0))
+def plain_gpt2(steps: int, preset: str) -> list[float]:
+    model = Model(replace(PRESETS[preset], dropout=0.0))
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1)
     seconds = []
     for step in range(steps):
-        batch = random_rows(step, 0, ROWS)
+        batch = random_rows(step, 0, ROWS, model.config.vocab_size)
         began = time.perf_counter()
         logits = model(batch.tokens)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
@@ -160,12 +162,12 @@ def plain_gpt2(steps: int) -> list[float]:
     return seconds
 
 
-def our_gpt2(steps: int) -> list[float]:
+def our_gpt2(steps: int, preset: str) -> list[float]:
     config = TrainConfig(steps=steps, batch=ROWS, lr=6e-4, weight_decay=0.1)
-    model = Model(replace(PRESETS["gpt2"], dropout=0.0))
+    model = Model(replace(PRESETS[preset], dropout=0.0))
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
-        task = Task(model=model, objective=Tokens(), train=RandomRows())
+        task = Task(model=model, objective=Tokens(), train=RandomRows(model.config.vocab_size))
         trainer = Trainer(task, config, Path(folder), Ranks(), choose_precision(CPU, "fp32"))
         for _ in range(steps):
             began = time.perf_counter()
@@ -174,21 +176,24 @@ def our_gpt2(steps: int) -> list[float]:
     return seconds
 
 
-def random_rows(step: int, first: int, rows: int) -> TensorBatch:
+def random_rows(step: int, first: int, rows: int, vocab_size: int) -> TensorBatch:
     random = torch.Generator().manual_seed(step * ROWS + first)
-    text = torch.randint(0, 50257, (rows, LENGTH + 1), generator=random)
+    text = torch.randint(0, vocab_size, (rows, LENGTH + 1), generator=random)
     return TensorBatch(tokens=text[:, :-1].contiguous(), targets=text[:, 1:].contiguous())
 
 
+@dataclass(frozen=True)
 class RandomRows:
+    vocab_size: int
+
     def rows(self, step: int) -> int:
         return ROWS
 
     def part(self, step: int, first: int, rows: int) -> TensorBatch:
-        return random_rows(step, first, rows)
+        return random_rows(step, first, rows, self.vocab_size)
 
 
-def gpt2(turns: int, steps: int) -> dict[str, Any]:
+def gpt2(turns: int, steps: int, preset: str) -> dict[str, Any]:
     """Plain and ours by turns, each in a process of its own, so that each has its own peak of memory.
 
     On a busy machine the CPU seconds of the whole process say more than the clock.
@@ -199,6 +204,7 @@ def gpt2(turns: int, steps: int) -> dict[str, Any]:
     for _ in range(turns):
         for name in speeds:
             command = [sys.executable, "-m", "benchmarks.train", "one", "--name", name, "--steps", str(steps)]
+            command += ["--preset", preset]
             done = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout)
             speeds[name].append(ROWS * LENGTH / median(done["seconds"][1:]))
             peaks[name].append(done["peak_gb"])
@@ -209,33 +215,73 @@ def gpt2(turns: int, steps: int) -> dict[str, Any]:
     return result | {"memory_ratio": max(peaks["ours"]) / max(peaks["plain"])}
 
 
-def one(name: str, steps: int) -> dict[str, Any]:
+def one(name: str, steps: int, preset: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    seconds = plain_gpt2(steps) if name == "plain" else our_gpt2(steps)
+    seconds = plain_gpt2(steps, preset) if name == "plain" else our_gpt2(steps, preset)
     unit = 2**30 if sys.platform == "darwin" else 2**20
     used = resource.getrusage(resource.RUSAGE_SELF)
     return {"seconds": seconds, "peak_gb": used.ru_maxrss / unit, "cpu_seconds": used.ru_utime + used.ru_stime}
 
 
+def character_rows(found: dict[str, Any]) -> list[Row]:
+    ours, plain = found["ours"], found["plain"]
+    spent = [f"{r['steps']} steps, {r['tokens']:,} tokens, {r['seconds']:.0f} s" for r in (ours, plain)]
+    return [
+        Row(
+            key="time",
+            what=f"Shakespeare's characters to a loss of {TARGET}: time, of that of nanoGPT's recipe",
+            figure=found["ratio"],
+            at_most=1 / 3,
+            detail=f"{spent[0]} against {spent[1]} (to {plain['loss']:.3f})",
+        ),
+        Row(key="loss", what="the loss reached", figure=ours["loss"], unit="nats", digits=3, at_most=TARGET),
+    ]
+
+
+def gpt2_rows(found: dict[str, Any]) -> list[Row]:
+    speeds = {name: median(values) for name, values in found["tokens_per_second"].items()}
+    peaks = {name: max(values) for name, values in found["peak_gb"].items()}
+    return [
+        Row(
+            key="speed",
+            what="124M, training: tokens/s against the same loop written plainly",
+            figure=found["speed_ratio"],
+            at_least=1.1,
+            detail=f"{speeds['ours']:.0f} and {speeds['plain']:.0f} tokens/s; by processor {found['cpu_ratio']:.2f}",
+        ),
+        Row(
+            key="memory",
+            what="124M, training: peak memory, of that of the plain loop",
+            figure=found["memory_ratio"],
+            at_most=0.6,
+            detail=f"{peaks['ours']:.1f} and {peaks['plain']:.1f} GB",
+        ),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["characters", "gpt2", "one"])
-    parser.add_argument("--text", type=Path, default=ROOT.parent / "shared/data/tinyshakespeare/input.txt")
+    parser.add_argument("--text", type=Path, default=real("data", "tinyshakespeare", "input.txt"))
+    parser.add_argument("--plain-steps", type=int, default=2000, help="of the plain recipe on characters")
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, help="of ours; unset means the recipe's, or 4 for gpt2")
+    parser.add_argument("--preset", default="gpt2")
     parser.add_argument("--name", choices=["plain", "ours"], default="ours")
     parser.add_argument("--threads", type=int)
     given = parser.parse_args()
     if given.threads is not None:
         torch.set_num_threads(given.threads)
+    steps = 4 if given.steps is None else given.steps
     match given.what:
         case "characters":
-            result = characters(given.text)
+            if given.text is None:
+                skip("the loss to reach belongs to Shakespeare's text, which is not here; --text names it")
+            report(*character_rows(characters(given.text, given.plain_steps, given.steps)))
         case "gpt2":
-            result = gpt2(given.turns, given.steps)
+            report(*gpt2_rows(gpt2(given.turns, steps, given.preset)))
         case _:
-            result = one(given.name, given.steps)
-    print(json.dumps(result, indent=None if given.what == "one" else 2))
+            print(json.dumps(one(given.name, steps, given.preset)))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What pretraining is worth: a small model pretrained here and fine-tuned on GLUE's files, and the same one without.
 
-    python -m benchmarks.transfer --data FOLDER --family gpt --out runs/transfer
+    python -m benchmarks.transfer [--data FOLDER] [--family gpt] [--out FOLDER]
 
 The folder holds wikitext-2, sst2, cola, rte and stsb. Prints one line per task and variant, with every seed's score.
 """
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import random
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from benchmarks.results import Row, real, report, skip
 from plume.config import (
     PRESETS,
     AdaptConfig,
@@ -35,7 +37,7 @@ KIND = {"gpt": "gpt1-bpe", "bert": "wordpiece"}
 
 def base_model(family: str, data: Path, out: Path, steps: int) -> Path:
     """A model pretrained on WikiText-2 and on SST-2's training sentences without their labels; made once."""
-    folder = out / f"{family}-base"
+    folder = out / f"{family}-base-{steps}"
     if (folder / "model" / "config.json").is_file():
         return folder / "model"
     lines = (data / "sst2" / "train.tsv").read_text(encoding="utf-8").splitlines()[1:]
@@ -118,11 +120,32 @@ def run(name: str, variant: str, model: Path, folder: Path, out: Path, args: arg
     return result
 
 
+def rows(args: argparse.Namespace, name: str, medians: dict[str, float]) -> list[Row]:
+    """What pretraining adds to the median, with and without the auxiliary loss where both were run."""
+    found = []
+    for ending in ("", ", no auxiliary"):
+        if f"pretrained{ending}" in medians:
+            with_it, without = medians[f"pretrained{ending}"], medians[f"no pretraining{ending}"]
+            found.append(
+                Row(
+                    key=f"{name}{ending}",
+                    what=f"{args.family.upper()}{ending or ', with the auxiliary loss' * (args.family == 'gpt')}: "
+                    f"what pretraining adds on {name}",
+                    figure=100 * (with_it - without),
+                    unit="points",
+                    digits=1,
+                    at_least=0.1 if name == "sst2" else None,
+                    detail=f"{100 * with_it:.1f} with, {100 * without:.1f} without; median of {args.seeds} seeds",
+                )
+            )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=real("data"))
     parser.add_argument("--family", choices=tuple(PRESET), default="gpt")
-    parser.add_argument("--out", type=Path, default=Path("runs/transfer"))
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "plume-bench-transfer")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--tasks", nargs="*", default=["sst2"])
     parser.add_argument("--rows", type=int, default=1000)
@@ -133,14 +156,16 @@ def main() -> None:
     parser.add_argument("--pick-best", action="store_true", help="keep the best checkpoint instead of the last")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.data is None:
+        skip("what pretraining is worth is measured on WikiText-2 and GLUE, which are not here; --data names them")
     model = base_model(args.family, args.data, args.out, args.steps)
     for name in args.tasks:
         folder = some_rows(name, args.data, args.out, args.rows)
         variants = ["pretrained", "no pretraining"]
         if args.family == "gpt" and name == "sst2":
             variants += ["pretrained, no auxiliary", "no pretraining, no auxiliary"]
-        for variant in variants:
-            run(name, variant, model, folder, args.out, args)
+        medians = {v: run(name, v, model, folder, args.out, args).summary["median"] for v in variants}
+        report(*rows(args, name, medians))
 
 
 if __name__ == "__main__":

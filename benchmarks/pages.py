@@ -1,0 +1,165 @@
+"""The pages made of the rows: docs/benchmarks.md, and the table of README.md and README.zh.md between two marks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import Row
+
+HEAD = """# Benchmarks
+
+Made by `make bench`, or in part by `python -m benchmarks NAME`. A figure against a peer is a ratio from one run in
+which both took turns on the same machine; a figure without a bar is only reported. What was tried on the way, failures
+too, is in [experiments](experiments.md).
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the README's table: which row it shows, and how that is called."""
+
+    row: str  # job/key
+    peer: str
+    english: str
+    chinese: str
+    inverse: bool = False  # the row says how much of the peer's time, the table how many times as fast
+
+
+README = (
+    Line(
+        "train.characters/time",
+        "nanoGPT",
+        "training on Shakespeare's characters to a loss of 1.88, its recipe for a CPU",
+        "莎士比亚字符模型训练到损失 1.88（对方用其 CPU 配方）",
+        inverse=True,
+    ),
+    Line(
+        "decode/batch 1, float32, transformers fp32",
+        "transformers",
+        "writing with the 124M GPT-2, fp32, one sequence",
+        "124M GPT-2 生成，fp32，单条序列",
+    ),
+    Line(
+        "decode/batch 8, float32, transformers fp32",
+        "transformers",
+        "the same, eight sequences",
+        "同上，八条序列",
+    ),
+    Line(
+        "finetune/speed",
+        "transformers",
+        "fine-tuning a small BERT, against its Trainer",
+        "微调小型 BERT，对比其 Trainer",
+    ),
+    Line(
+        "decode/batch 1, float32, llama.cpp f32",
+        "llama.cpp",
+        "writing, fp32, one sequence, against its bare loop",
+        "生成，fp32，单条序列，对比其裸循环",
+    ),
+    Line(
+        "decode/batch 1, int8, llama.cpp q8_0",
+        "llama.cpp",
+        "writing, int8 against q8_0, one sequence",
+        "生成，int8 对 q8_0，单条序列",
+    ),
+    Line(
+        "decode/batch 8, int8, llama.cpp q8_0",
+        "llama.cpp",
+        "the same, eight sequences",
+        "同上，八条序列",
+    ),
+    Line(
+        "serve.clients/peer",
+        "llama.cpp",
+        "16 streaming clients, against llama-cpp-python's server",
+        "16 个流式客户端，对比 llama-cpp-python 的服务器",
+    ),
+    Line(
+        "evaluate/lambada, batch 1",
+        "lm-evaluation-harness",
+        "LAMBADA, with its default batch",
+        "LAMBADA，对方用默认批大小",
+    ),
+    Line(
+        "evaluate/choices, batch 1",
+        "lm-evaluation-harness",
+        "four candidates",
+        "四选一",
+    ),
+    Line(
+        "evaluate/wikitext-2, batch 1",
+        "lm-evaluation-harness",
+        "rolling perplexity",
+        "滚动困惑度",
+    ),
+)
+TABLES = {  # page -> head of its table, and the sentence behind it
+    "README.md": (
+        "| against | at | Plume is |",
+        "{dates}, {machine}, both in one run, by turns: [every figure, its bar and its command](docs/benchmarks.md).",
+        "{ratio:.1f} times as fast",
+    ),
+    "README.zh.md": (
+        "| 对比 | 任务 | Plume 的速度 |",
+        "{dates}，{machine}，双方在同一次运行中轮流测量：[全部数字、目标与命令](docs/benchmarks.md)。",
+        "{ratio:.1f} 倍",
+    ),
+}
+MARKS = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
+
+
+def write_pages(rows: list[dict[str, Any]], root: Path) -> None:
+    (root / "docs" / "benchmarks.md").write_text(benchmarks_page(rows), encoding="utf-8")
+    for name in TABLES:
+        page = root / name
+        if page.exists():
+            table = readme_table(rows, name)
+            text = MARKS.sub(lambda found, table=table: found[1] + table + found[2], page.read_text(encoding="utf-8"))
+            page.write_text(text, encoding="utf-8")
+
+
+def benchmarks_page(rows: list[dict[str, Any]]) -> str:
+    machines = list(dict.fromkeys((row["machine"], row["software"]) for row in rows))
+    parts = [HEAD]
+    for number, (hardware, software) in enumerate(machines, start=1):
+        parts.append(f"Machine {number}: {hardware}; {software}.\n")
+    for job, group in groupby(rows, key=lambda row: row["job"]):
+        lines = ["| what | figure | bar | | made of |", "|---|---|---|---|---|"]
+        asked: dict[str, None] = {}
+        for stored in group:
+            row = as_row(stored)
+            verdict = {None: "", True: "met", False: "**missed**"}[row.met]
+            lines.append(f"| {row.what} | {row.shown} | {row.bar} | {verdict} | {row.detail} |")
+            number = machines.index((stored["machine"], stored["software"])) + 1
+            asked[f"`{stored['command']}` ({stored['date']}, machine {number}, load before it {stored['load']})"] = None
+        parts.append(f"## {job}\n\n" + "  \n".join(asked) + "\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def readme_table(rows: list[dict[str, Any]], page: str) -> str:
+    """Only what was measured."""
+    head, sentence, cell = TABLES[page]
+    stored = {f"{row['job']}/{row['key']}": row for row in rows}
+    lines, used = [], []
+    for line in README:
+        if line.row in stored:
+            row = stored[line.row]
+            ratio = 1 / row["figure"] if line.inverse else row["figure"]
+            text = line.english if page == "README.md" else line.chinese
+            lines.append(f"| {line.peer} | {text} | {cell.format(ratio=ratio)} |")
+            used.append(row)
+    if not lines:
+        return ""
+    dates = sorted({row["date"] for row in used})
+    machine = "; ".join(sorted({row["machine"] for row in used}))
+    ending = sentence.format(dates=" – ".join(dict.fromkeys((dates[0], dates[-1]))), machine=machine)
+    return "\n".join([head, "|---|---|---|", *lines]) + f"\n\n{ending}\n"
+
+
+def as_row(stored: dict[str, Any]) -> Row:
+    return Row(**{field.name: stored[field.name] for field in fields(Row)})
