@@ -101,12 +101,13 @@ README = (
 TABLES = {  # page -> head of its table, and the sentence behind it
     "README.md": (
         "| against | at | Plume is |",
-        "{dates}, {machine}, both in one run, by turns: [every figure, its bar and its command](docs/benchmarks.md).",
+        "Measured {dates} on {cores} cores, both sides by turns in one run: [every figure, its bar and its command]"
+        "(docs/benchmarks.md).",
         "{ratio:.1f} times as fast",
     ),
     "README.zh.md": (
         "| 对比 | 任务 | Plume 的速度 |",
-        "{dates}，{machine}，双方在同一次运行中轮流测量：[全部数字、目标与命令](docs/benchmarks.md)。",
+        "{dates} 在 {cores} 核机器上测得，双方在同一次运行中轮流进行：[全部数字、目标与命令](docs/benchmarks.md)。",
         "{ratio:.1f} 倍",
     ),
 }
@@ -156,8 +157,8 @@ def readme_table(rows: list[dict[str, Any]], page: str) -> str:
     if not lines:
         return ""
     dates = sorted({row["date"] for row in used})
-    machine = "; ".join(sorted({row["machine"] for row in used}))
-    ending = sentence.format(dates=" – ".join(dict.fromkeys((dates[0], dates[-1]))), machine=machine)
+    cores = "/".join(sorted({row["machine"].split()[0] for row in used}))
+    ending = sentence.format(dates=" – ".join(dict.fromkeys((dates[0], dates[-1]))), cores=cores)
     return "\n".join([head, "|---|---|---|", *lines]) + f"\n\n{ending}\n"
 
 

@@ -37,7 +37,7 @@ class Row:
     @property
     def bar(self) -> str:
         words = {"at least": self.at_least, "at most": self.at_most}
-        return ", ".join(f"{word} {value:g}" for word, value in words.items() if value is not None)
+        return ", ".join(f"{word} {value:.3g}" for word, value in words.items() if value is not None)
 
     @property
     def shown(self) -> str:
