@@ -31,6 +31,12 @@ class Summary(nn.Module):
         return hidden[torch.arange(len(hidden), device=hidden.device), lengths - 1]
 
 
+def mean_pool(hidden: Tensor, lengths: Tensor) -> Tensor:
+    """The mean over the real tokens of each text."""
+    real = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]  # (B, T)
+    return (hidden * real[:, :, None]).sum(dim=1) / lengths[:, None]  # (B, D)
+
+
 class NextToken(nn.Module):
     """The token table itself, read backwards: no weights of its own."""
 

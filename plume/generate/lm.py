@@ -331,7 +331,7 @@ class LM:
         """One vector per text: the mean of the last hidden states, or the family's own summary. (N, D)"""
         import torch
 
-        from plume.heads import Summary
+        from plume.heads import Summary, mean_pool
 
         body, rows = self.model.body, list[np.ndarray[Any, Any]]()
         if self.config.decoder_layers:
@@ -351,9 +351,8 @@ class LM:
                 hidden = body(tokens, lengths=lengths)  # (N, T, D)
                 if pool == "summary" and summary is not None:
                     rows.append(summary(hidden, lengths).numpy())
-                    continue
-                real = (torch.arange(width) < lengths[:, None])[..., None]
-                rows.append(((hidden * real).sum(1) / lengths[:, None]).numpy())
+                else:
+                    rows.append(mean_pool(hidden, lengths).numpy())
         return np.concatenate(rows)
 
     # -- fine-tuned heads

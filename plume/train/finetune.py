@@ -13,13 +13,14 @@ from plume.files import aside, read_json, write_json, write_text
 from plume.heads import Model
 from plume.train import adapt, metrics
 from plume.train.devices import Precision, choose_precision
-from plume.train.jobs import JobSettings, LabelJob, SpanJob, settings_from
+from plume.train.jobs import JobSettings, LabelJob, settings_from
 from plume.train.judge import best_null, measure, predict, sign, write_predictions
 from plume.train.labelled import Grouped
 from plume.train.loop import Task, Trainer
 from plume.train.pretrain import no_trace_of_failure, open_folder
 from plume.train.ranks import Ranks, join
 from plume.train.report import describe_data, describe_run, plot_confusion, plot_curves
+from plume.train.span_job import SpanJob
 from plume.train.task_plan import HeldOut, Plan, build_model, make_objective, make_plan, train_config
 from plume.train.translate import Writer
 from plume.weights import load_model, save_model

@@ -20,7 +20,6 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,13 +33,10 @@ from plume.config import TrainConfig, UserError
 from plume.train.checkpoint import Checkpoints
 from plume.train.devices import Precision, is_out_of_memory
 from plume.train.distribute import Distributed, distribute
+from plume.train.feed import Batches, Feed
 from plume.train.optim import Optimizers, rate, same_mesh, total_norm, whole
 from plume.train.progress import Progress
 from plume.train.ranks import Ranks
-
-Parts = list[tuple[int, Any]]  # first row and batch of each micro-batch
-MICRO_TOKENS = 16_384  # computed at a time unless the recipe says otherwise
-CPU_MICRO_TOKENS = 2048  # more of them only need more memory there
 
 
 class Objective(Protocol):
@@ -49,12 +45,6 @@ class Objective(Protocol):
     def counts(self, batch: Any) -> Tensor: ...
 
     def totals(self, model: Any, batch: Any) -> Tensor: ...
-
-
-class Batches(Protocol):
-    def rows(self, step: int) -> int: ...
-
-    def part(self, step: int, first: int, rows: int) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,18 +99,16 @@ class Trainer:
         self.weights = torch.tensor(list(task.objective.parts.values()), device=ranks.device)  # (K,)
         module = LossModule(task.model.to(ranks.device), task.objective)
         self.distributed: Distributed = distribute(module, config, ranks, precision)
+        self.feed = Feed(task.train, config, ranks, self.distributed)
         self.optimizers = Optimizers(task.model, config, task.share)
         self.progress = Progress(folder, config, ranks, list(task.objective.parts))
         self.checkpoints = Checkpoints(folder / "checkpoints", ranks, keep_last=config.keep_last, say=self.progress.say)
         self.step = self.tokens = 0
         self.seconds = 0.0
-        self.micro_batch = config.micro_batch
         self.best: tuple[float, int] | None = None  # lowest validation loss (or what the judge says), step
         self.worse = 0  # validations since then
         self.validation: float | None = None
         self.early = False  # whether patience has run out
-        self.reader = None if ranks.device.type == "cpu" else ThreadPoolExecutor(1)  # a CPU has better to do
-        self.ahead: tuple[tuple[int, int], Future[Parts]] | None = None  # (step, micro-batch), what is being read
         self.asked = self.stop = False  # to end the run: by a signal here, and as all ranks agree
         self.sums = torch.zeros(2, len(self.weights), device=ranks.device, dtype=torch.float64)  # totals, counts
 
@@ -201,7 +189,7 @@ class Trainer:
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Gradients of the loss of the whole batch; (K,) totals of this rank and (K,) counts of all."""
-        parts = self.load()
+        parts = self.feed.load(self.step)
         counts = sum_of(self.task.objective.counts(batch) for _, batch in parts)
         told = torch.cat([counts, torch.tensor([float(self.asked), sum(b.tokens.numel() for _, b in parts)])])
         told = self.ranks.sum(told.to(self.ranks.device, torch.float64))
@@ -218,50 +206,13 @@ class Trainer:
         self.tokens += int(told[-1]) * self.distributed.replicas // self.ranks.size  # split matrices see the same rows
         return totals, counts
 
-    def load(self) -> Parts:
-        """This rank's micro-batches of the step; those of the next are read meanwhile if there is a reader."""
-        if self.micro_batch is None:
-            width = self.task.train.part(self.step, 0, 1).tokens.numel()
-            fitting = CPU_MICRO_TOKENS if self.ranks.device.type == "cpu" else MICRO_TOKENS
-            self.micro_batch = max(1, fitting // width)
-        key = (self.step, self.micro_batch)
-        parts = self.ahead[1].result() if self.ahead is not None and self.ahead[0] == key else self.read(self.step)
-        if self.reader is not None and self.step + 1 < self.config.steps:
-            self.ahead = ((self.step + 1, self.micro_batch), self.reader.submit(self.read, self.step + 1))
-        return parts
-
-    def read(self, step: int) -> Parts:
-        shares = self.share(self.task.train.rows(step))
-        return [(first, self.task.train.part(step, first, rows)) for first, rows in shares]
-
-    def share(self, rows: int) -> list[tuple[int, int]]:
-        """(first row, rows) of each micro-batch of this rank; every rank has equally many."""
-        replicas, mine = self.distributed.replicas, self.distributed.replica
-        if rows < replicas:
-            raise UserError(f"a batch of {rows} sequences cannot be shared by {replicas} ranks; batch={replicas} can")
-        together = rows if self.micro_batch is None else self.micro_batch
-        pieces = replicas * min(-(-rows // (replicas * together)), rows // replicas)
-        edges = [rows * i // pieces for i in range(pieces + 1)]
-        return [(edges[i], edges[i + 1] - edges[i]) for i in range(mine, pieces, replicas)]
-
     def shrink(self, reason: str) -> None:
-        """Out of memory: half as many sequences at a time, and the same step again."""
+        """Out of memory: the same step again with smaller micro-batches."""
         self.optimizers.zero_grad()
-        assert self.micro_batch is not None
-        if self.ranks.many:  # the others wait in the middle of the step: it cannot be taken again
-            raise UserError(
-                f"rank {self.ranks.rank} ran out of memory at step {self.step} with micro_batch={self.micro_batch} "
-                f"({reason}); resume with train.micro_batch={max(1, self.micro_batch // 2)}"
-            )
-        if self.micro_batch == 1:
-            raise UserError(
-                f"out of memory at step {self.step} with one sequence at a time ({reason}); "
-                "train.activation_checkpointing=true needs less, so does a smaller model or context"
-            )
+        rows = self.feed.shrink(self.step, reason)
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.micro_batch //= 2
-        self.progress.say(f"out of memory at step {self.step}: now {self.micro_batch} sequences at a time, same batch")
+        self.progress.say(f"out of memory at step {self.step}: now {rows} sequences at a time, same batch")
 
     def clip(self, norm: float) -> None:
         if self.config.clip is not None and norm > self.config.clip:
@@ -332,7 +283,7 @@ class Trainer:
         self.task.model.eval()
         rows = self.task.validation.rows(0)
         few = rows < self.distributed.replicas  # then every rank measures them all, and the mean is the same
-        for first, count in [(0, rows)] if few else self.share(rows):
+        for first, count in [(0, rows)] if few else self.feed.share(rows):
             batch = self.task.validation.part(0, first, count)
             with self.precision.context():
                 sums[0] += self.distributed.module(batch.to(self.ranks.device))
@@ -362,7 +313,7 @@ class Trainer:
         state = {
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "micro_batch": self.micro_batch,
+            "micro_batch": self.feed.micro_batch,
             "validation": self.validation,
             "best": self.best,
             "worse": self.worse,
@@ -403,7 +354,7 @@ class Trainer:
         self.sums.copy_(torch.tensor(state["sums"], dtype=torch.float64))
         self.sums[0] *= self.ranks.main  # the totals of all ranks are now the main rank's
         if state["ranks"] == self.ranks.size:
-            self.micro_batch = state["micro_batch"]  # also when it had to be halved: the same sums in the same order
+            self.feed.micro_batch = state["micro_batch"]  # also when halved: the same sums in the same order
         self.precision = replace(self.precision, name=state["precision"])  # measured anew it might come out otherwise
         self.progress.restart(step)
         self.progress.say(f"going on from step {step}")

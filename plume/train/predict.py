@@ -12,8 +12,9 @@ from plume.data.examples import Example, Kind
 from plume.files import read_json
 from plume.heads import Model
 from plume.text import Tokenizer
-from plume.train.jobs import ChooseJob, Job, JobSettings, LabelJob, Prediction, SpanJob, TagJob, settings_from
+from plume.train.jobs import ChooseJob, Job, JobSettings, LabelJob, Prediction, TagJob, settings_from
 from plume.train.judge import predict
+from plume.train.span_job import SpanJob
 
 KIND_OF: dict[str, Kind] = {
     "classify": "classify",

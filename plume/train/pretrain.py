@@ -34,7 +34,8 @@ from plume.heads import Model
 from plume.text import Tokenizer, load_tokenizer
 from plume.train import samples
 from plume.train.devices import choose_precision, flops_per_token
-from plume.train.loop import Batches, Outcome, Task, Trainer
+from plume.train.feed import Batches
+from plume.train.loop import Outcome, Task, Trainer
 from plume.train.objectives import HEAD_OF, TensorBatch, objective_called
 from plume.train.optim import batch_rows, rows_before, whole
 from plume.train.progress import clock

@@ -15,9 +15,10 @@ from plume.data.transform import ready
 from plume.heads import Model
 from plume.text import Tokenizer, load_tokenizer
 from plume.train import adapt
-from plume.train.jobs import ChooseJob, EmbedJob, Job, JobSettings, LabelJob, RowJob, SpanJob, TagJob
+from plume.train.jobs import ChooseJob, EmbedJob, Job, JobSettings, LabelJob, RowJob, TagJob
 from plume.train.labelled import Labelled
 from plume.train.objectives import Tokens
+from plume.train.span_job import SpanJob
 from plume.train.task_loss import TaskObjective
 from plume.train.translate import Pairs, TranslateJob, Writer
 from plume.weights import load_model, read_config, resolve

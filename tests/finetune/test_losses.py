@@ -9,7 +9,8 @@ from plume.data.examples import Example
 from plume.data.transform import ready
 from plume.heads import Model
 from plume.train.adapt import grow_table
-from plume.train.jobs import ChooseJob, EmbedJob, JobSettings, LabelJob, SpanJob, TagJob
+from plume.train.jobs import ChooseJob, EmbedJob, JobSettings, LabelJob, TagJob
+from plume.train.span_job import SpanJob
 from plume.train.task_loss import TaskObjective
 
 CAUSAL = ("gpt2", "openai-gpt")

@@ -317,18 +317,18 @@ def test_reading_ahead_changes_nothing(tmp_path: Path) -> None:
 
     config = replace(CONFIG, micro_batch=3, batch_start=2, ramp_steps=4)
     plain, ahead = toy_trainer(tmp_path / "a", config), toy_trainer(tmp_path / "b", config)
-    with ThreadPoolExecutor(1) as ahead.reader:
+    with ThreadPoolExecutor(1) as ahead.feed.reader:
         ahead.run(resume=False)
     plain.run(resume=False)
-    assert ahead.ahead is not None and ahead.ahead[0] == (7, 3)
+    assert ahead.feed.ahead is not None and ahead.feed.ahead[0] == (7, 3)
     assert_same_weights(plain, ahead)
 
 
 def test_more_ranks_than_sequences_is_told(tmp_path: Path) -> None:
     trainer = toy_trainer(tmp_path, CONFIG)
-    trainer.distributed = replace(trainer.distributed, replicas=16)
+    trainer.feed.distributed = replace(trainer.distributed, replicas=16)
     with pytest.raises(UserError, match=r"batch of 8 sequences cannot be shared by 16 ranks; batch=16 can"):
-        trainer.share(8)
+        trainer.feed.share(8)
 
 
 @pytest.mark.parametrize(("rows", "replicas", "micro"), [(8, 1, 3), (7, 2, 2), (5, 4, 1), (64, 4, 64), (9, 3, 1)])
@@ -336,8 +336,8 @@ def test_shares_make_the_whole_and_are_equally_many(tmp_path: Path, rows: int, r
     trainer = toy_trainer(tmp_path, replace(CONFIG, micro_batch=micro))
     shares = []
     for replica in range(replicas):
-        trainer.distributed = replace(trainer.distributed, replicas=replicas, replica=replica)
-        shares.append(trainer.share(rows))
+        trainer.feed.distributed = replace(trainer.distributed, replicas=replicas, replica=replica)
+        shares.append(trainer.feed.share(rows))
     assert len({len(share) for share in shares}) == 1
     covered = sorted(row for share in shares for first, count in share for row in range(first, first + count))
     assert covered == list(range(rows))
