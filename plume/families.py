@@ -42,6 +42,12 @@ class Family:
     constants: Mapping[str, Any] = field(default_factory=dict)  # their keys with the one value that we can run
     ties: Mapping[str, str] = field(default_factory=dict)  # second names of one tensor: the first
     buffers: str = r"$^"  # tensors of old files that carry nothing
+    sinusoids: str | None = None  # their table of sinusoids, where they keep one
+    zero_biases: Sequence[str] = ()  # their rows of one number per token, which are zeros here
+    second_keys: Mapping[str, str] = field(default_factory=dict)  # their key: our field, said once more
+    written: Mapping[str, Any] = field(default_factory=dict)  # their keys that are told and not asked
+    positions_after_pad: bool = False  # first_position is the padding token's id plus one, and the context counts both
+    needs_ids: bool = False  # its class takes no None for a special token's id; 0 is what it assumes itself
 
 
 GPT2_BODY = [
@@ -150,6 +156,7 @@ GPT1 = Family(
     constants={"tie_word_embeddings": True},
     ties={"lm_head.weight": "tokens_embed.weight"},
     buffers=r"(h\.\d+\.attn\.bias|position_ids)$",
+    sinusoids="positions_embed.weight",
 )
 
 BERT_MASKED = [
@@ -247,6 +254,7 @@ ROBERTA = replace(
         "lm_head.decoder.weight": "embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",
     },
+    positions_after_pad=True,
 )
 DISTIL_CLASSIFY = [*layer("summary.dense", "pre_classifier"), *layer("out", "classifier")]
 DISTILBERT = replace(
@@ -361,6 +369,14 @@ MARIAN = Family(
         "model.decoder.embed_tokens.weight": "shared.weight",
     },
     buffers=r"(en|de)coder\.embed_positions\.weight$",
+    zero_biases=("final_logits_bias",),
+    second_keys={
+        "decoder_attention_heads": "heads",
+        "decoder_ffn_dim": "mlp_width",
+        "decoder_vocab_size": "vocab_size",
+    },
+    written={"forced_eos_token_id": None},
+    needs_ids=True,
 )
 FAMILIES = [GPT2, BANDED, GPT1, DISTILBERT, BERT, ROBERTA, MARIAN]  # the first that fits is taken
 

@@ -145,7 +145,7 @@ def test_a_failed_save_keeps_the_old_folder(folder, monkeypatch):
     def full_disk(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("plume.weights.write_tensors", full_disk)
+    monkeypatch.setattr("plume.weights.folder.write_tensors", full_disk)
     with pytest.raises(UserError, match="the disk is full: model could not be written"):
         save_model(random_model(FAMILIES["gpt2"], seed=1), folder)
     assert model_hash(folder) == before
