@@ -34,12 +34,17 @@ def settings(
 ) -> T:
     """A config from the words behind a verb: what it takes, or a recipe; then `--section.field value` options.
 
-    What it takes fills the field of that name. Of a recipe, `section` is used if it has one.
+    What it takes fills the field of that name. Of a recipe, `section` is used if it has one. A run folder stands for
+    its recipe where the run is to go on, or where nothing else can be meant.
     """
     leading, options = split(words)
-    recipe = Path(leading[0]) if len(leading) == 1 and leading[0].endswith(".toml") else None
+    place = Path(leading[0]) if len(leading) == 1 else None
+    recipe = place if place is not None and place.suffix == ".toml" else None
     table = dict(start or {})
-    if recipe is not None:
+    if place is not None and (place / config.RECIPE).is_file() and (not takes or "--resume" in options):
+        recipe = place / config.RECIPE
+        table |= config.read_recipe(recipe) | {"folder": str(place)}
+    elif recipe is not None:
         read = config.read_recipe(recipe)
         table |= read.get(section, read)
     elif leading and takes:
@@ -126,8 +131,8 @@ def inspect_tokenizer(folder: Path, text: str) -> None:
 def pretrain(*words: Words, as_json: Json = False) -> None:
     """Texts to a pretrained model, as a recipe says: `plume pretrain RECIPE.toml`.
 
-    With --resume it goes on from the newest whole checkpoint; with --overwrite it begins again. Under torchrun it is
-    one rank of many.
+    A run that was stopped goes on from its newest whole checkpoint: `plume pretrain RUN --resume`; with --overwrite it
+    begins again. Under torchrun it is one rank of many.
     """
     if not words:
         raise UserError("which recipe? plume pretrain recipes/gpt2-laptop.toml")
@@ -161,11 +166,16 @@ def finetune(*words: Words, as_json: Json = False) -> None:
 
 @app.command
 def distill(*words: Words, as_json: Json = False) -> None:
-    """A smaller student of a pretrained teacher: `plume distill TEACHER --prepared DATA --folder FOLDER`.
+    """A smaller student of a pretrained teacher: `plume distill TEACHER --folder FOLDER`.
 
-    Or `plume distill RECIPE.toml`.
+    Or `plume distill RECIPE.toml`. A teacher that is a run folder says on which data and how its student learns, unless
+    --prepared, --data and --train say otherwise.
     """
-    wanted = settings(config.DistillConfig, words, "teacher")
+    leading, options = split(words)
+    start = config.trained_like(leading[0]) if len(leading) == 1 else {}
+    if any(word.startswith("--data.") for word in options):
+        start.pop("prepared", None)
+    wanted = settings(config.DistillConfig, words, "teacher", start=start)
     from plume.train.distill import distill as run
 
     result = run(wanted)

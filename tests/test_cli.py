@@ -2,12 +2,18 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from families import FAMILIES, random_model
 
-from plume.cli import main
+from plume.cli import main, settings
+from plume.config import DistillConfig, FinetuneConfig, PretrainConfig, build, read_recipe, trained_like
+from plume.train.pretrain import plain
+from plume.train.runs import write_recipe
 from plume.weights import save_model
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def refused(capsys, words, *parts):
@@ -105,3 +111,33 @@ def test_help_lists_every_option_with_its_meaning(verb, capsys):
     shown = capsys.readouterr().out
     for name, *_ in describe(OPTIONS[verb]):
         assert f"--{name}" in shown
+
+
+# ---- a folder says all
+
+
+@pytest.fixture
+def run_folder(here):
+    folder = here / "runs" / "first"
+    folder.mkdir(parents=True)
+    write_recipe(folder, plain(build(PretrainConfig, read_recipe(ROOT / "recipes" / "gpt2-laptop.toml"))))
+    return folder
+
+
+def test_a_run_folder_stands_for_its_recipe(run_folder):
+    """Wherever the run has been moved to, it goes on there."""
+    wanted = settings(PretrainConfig, [str(run_folder), "--resume", "--train.steps", "400"])
+    assert (wanted.folder, wanted.resume, wanted.train.steps) == (run_folder, True, 400)
+
+
+def test_a_run_folder_is_a_model_unless_it_is_to_go_on(run_folder):
+    words = [str(run_folder), "--task.train", "rows.csv", "--folder", "tuned"]
+    assert settings(FinetuneConfig, words, "model").model == str(run_folder)
+
+
+def test_a_student_learns_as_its_teacher_did(run_folder):
+    words = [str(run_folder), "--folder", "student", "--train.steps", "5"]
+    wanted = settings(DistillConfig, words, "teacher", start=trained_like(words[0]))
+    assert (wanted.teacher, str(wanted.prepared)) == (str(run_folder), "data/gpt2-laptop")
+    assert (wanted.train.steps, wanted.train.optimizer) == (5, "muon")
+    assert trained_like("gpt2") == {}

@@ -9,11 +9,19 @@ from plume.config.model import ModelConfig
 from plume.config.plan import DemoConfig, PlanConfig
 from plume.config.presets import PRESETS, preset
 from plume.config.serve import ServeConfig
-from plume.config.tables import build, describe, parse_overrides, read_recipe, with_overrides
-from plume.config.train import DistillConfig, MaskingConfig, ObjectiveConfig, PretrainConfig, TrainConfig
+from plume.config.tables import RECIPE, build, describe, parse_overrides, read_recipe, with_overrides
+from plume.config.train import (
+    DistillConfig,
+    MaskingConfig,
+    ObjectiveConfig,
+    PretrainConfig,
+    TrainConfig,
+    trained_like,
+)
 
 __all__ = [
     "PRESETS",
+    "RECIPE",
     "AdaptConfig",
     "CleanConfig",
     "DataConfig",
@@ -43,5 +51,6 @@ __all__ = [
     "parse_overrides",
     "preset",
     "read_recipe",
+    "trained_like",
     "with_overrides",
 ]

@@ -16,6 +16,7 @@ from plume.config.model import ModelConfig
 from plume.config.presets import PRESETS, preset
 
 T = TypeVar("T")
+RECIPE = "recipe.toml"  # in a run folder: every setting, as run
 
 
 def build(kind: type[T], table: Mapping[str, Any], *, origin: str = "") -> T:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from plume.config.data import STANDARD_LIBRARY, DataConfig
 from plume.config.errors import UserError
 from plume.config.model import ModelConfig
+from plume.config.tables import RECIPE, read_recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,3 +205,13 @@ class DistillConfig:
             raise UserError("soft, hard, hidden and attention are weights: none below 0 and one at least above it")
         if self.layers is not None and self.layers < 1:
             raise UserError(f"layers={self.layers} must be at least 1")
+
+
+def trained_like(teacher: str) -> dict[str, Any]:
+    """How a teacher that is a run folder was trained, and on which prepared data: where its student's recipe starts."""
+    file = Path(teacher).expanduser() / RECIPE
+    if not file.is_file():
+        return {}
+    recipe = read_recipe(file)
+    data = recipe.get("prepared", recipe.get("data", {}).get("folder"))
+    return {"train": recipe.get("train", {}), **({} if data is None else {"prepared": data})}

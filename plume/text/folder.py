@@ -33,16 +33,22 @@ ROLE_FIELDS = {
     "separator": "sep_token",
     "classify": "cls_token",
 }
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt")
 WORDS_FIELD = "plume_words"  # in tokenizer_config.json: what cut GPT-1's text into words
 
 
 def load_tokenizer(folder: Path | str) -> Tokenizer:
-    """The tokenizer of a folder that holds tokenizer.json, vocab.json and merges.txt, or vocab.txt."""
-    folder = Path(folder)
-    if not folder.is_dir():
+    """The tokenizer of a folder that holds tokenizer.json, vocab.json and merges.txt, or vocab.txt.
+
+    A folder of prepared data and a run folder have one further down.
+    """
+    given = Path(folder)
+    if not given.is_dir():
         raise UserError(
-            f"there is no tokenizer folder {folder}; make one with: plume tokenizer train FILES --out {folder}"
+            f"there is no tokenizer folder {given}; make one with: plume tokenizer train FILES --out {given}"
         )
+    places = (given, given / "tokenizer", given / "model")
+    folder = next((place for place in places if any((place / name).exists() for name in VOCABULARIES)), given)
     config = _read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     if (folder / "tokenizer.json").exists():
         return Tokenizer(_from_tokenizer_json(folder, config))

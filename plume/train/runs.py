@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from plume.config import RECIPE as RECIPE
 from plume.config import UserError, did_you_mean
 from plume.files import new_figure, save_figure, write_text
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.txt"
-RECIPE = "recipe.toml"
 PLOT = "loss.png"
 
 

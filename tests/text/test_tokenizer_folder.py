@@ -202,3 +202,9 @@ def test_missing_folders_are_named(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_bytes(b"[UNK]\n\xff\n")
     with pytest.raises(UserError, match=r"vocab.txt is not UTF-8"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_is_found_in_a_folder_of_data_or_of_a_run(trained, tmp_path):
+    for place in ("tokenizer", "model"):
+        trained["bytes"].save(tmp_path / place / place)
+        assert load_tokenizer(tmp_path / place).hash == trained["bytes"].hash
