@@ -43,7 +43,8 @@ class Prepared:
 def prepare(config: DataConfig) -> Prepared:
     """Turn the texts of a config into shards in its folder; finished work is taken as it is."""
     pieces = plan_pieces(config)
-    fingerprint = fingerprint_of(config, pieces)
+    given = None if config.tokenizer.folder is None else load_tokenizer(config.tokenizer.folder)
+    fingerprint = fingerprint_of(config, pieces, given)
     if (done := finished(config, fingerprint)) is not None:
         return done
     config.folder.mkdir(parents=True, exist_ok=True)
@@ -52,12 +53,12 @@ def prepare(config: DataConfig) -> Prepared:
             return done
         with room_on_disk(config.folder / MANIFEST):
             work = open_work(config, fingerprint)
-            return make(config, work, pieces, fingerprint)
+            return make(config, work, pieces, fingerprint, given)
 
 
-def make(config: DataConfig, work: Path, pieces: list[Piece], fingerprint: str) -> Prepared:
+def make(config: DataConfig, work: Path, pieces: list[Piece], fingerprint: str, given: Tokenizer | None) -> Prepared:
     began = time.perf_counter()
-    tokenizer = the_tokenizer(config, work)
+    tokenizer = the_tokenizer(config, work, given)
     if config.clean.held_out and not (work / "held_out").is_file():
         with stream_aside(work / "held_out") as stream:
             stream.write(held_out_index(config).tobytes())
@@ -87,10 +88,9 @@ def alone(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def fingerprint_of(config: DataConfig, pieces: list[Piece]) -> str:
+def fingerprint_of(config: DataConfig, pieces: list[Piece], given: Tokenizer | None) -> str:
     """The same for the same settings and unchanged files, wherever and however they are prepared."""
-    ready = config.tokenizer.folder
-    tokenizer = config.tokenizer if ready is None else load_tokenizer(ready).hash
+    tokenizer = config.tokenizer if given is None else given.hash
     indifferent = {"folder": Path(), "tokenizer": TokenizerConfig(), "workers": None, "on": "local", "budget": None}
     settings = repr(replace(config, overwrite=False, **indifferent))  # type: ignore[arg-type]
     files = {path for piece in pieces for part in piece.parts for path in (part.path, part.target) if path is not None}
@@ -138,19 +138,17 @@ def planned(work: Path) -> str | None:
     return str(json.loads(plan.read_text())["fingerprint"]) if plan.is_file() else None
 
 
-def the_tokenizer(config: DataConfig, work: Path) -> Tokenizer:
+def the_tokenizer(config: DataConfig, work: Path, given: Tokenizer | None) -> Tokenizer:
     """The given tokenizer, or one trained on these texts; a copy goes with the data."""
     folder = work / "tokenizer"
-    if not folder.is_dir():
-        if config.tokenizer.folder is not None:
-            tokenizer = load_tokenizer(config.tokenizer.folder)
-        else:
-            tokenizer = train_tokenizer(config.tokenizer, training_texts(config, work))
-        half = work / ".tokenizer"
-        shutil.rmtree(half, ignore_errors=True)
-        tokenizer.save(half)
-        half.rename(folder)
-    return load_tokenizer(folder)
+    if folder.is_dir():
+        return load_tokenizer(folder)
+    tokenizer = train_tokenizer(config.tokenizer, training_texts(config, work)) if given is None else given
+    half = work / ".tokenizer"
+    shutil.rmtree(half, ignore_errors=True)
+    tokenizer.save(half)
+    half.rename(folder)
+    return tokenizer
 
 
 def training_texts(config: DataConfig, work: Path) -> Iterator[str]:

@@ -115,8 +115,8 @@ def llama_engine(gguf: Path, config: DecodeBenchConfig, threads: int, name: str)
     settings = llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), settings)
     params = llama_cpp.llama_context_default_params()
-    size = config.batch * (config.prompt + config.new + 8)
-    params.n_ctx, params.n_batch, params.n_ubatch = max(size, config.prefill), max(512, config.prefill), 512
+    params.n_ctx = config.batch * max(config.prompt + config.new + 8, config.prefill)  # it is shared out evenly
+    params.n_batch, params.n_ubatch = max(512, config.prefill), 512
     params.n_seq_max, params.n_threads, params.n_threads_batch = config.batch, threads, threads
     context = llama_cpp.llama_init_from_model(model, params)
     batch = llama_cpp.llama_batch_init(max(512, config.prefill), 0, config.batch)

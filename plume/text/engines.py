@@ -6,19 +6,20 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from plume.config import UserError
-from plume.text.definition import BYTE_LETTERS, Definition, token_bytes
+from plume.text.definition import BYTE_LETTERS, Definition, Kind, token_bytes
 from plume.text.files import to_json
 
 if TYPE_CHECKING:
     import tiktoken
     import tokenizers
+
+    from plume.text.memory import Memory
 
 Ids = npt.NDArray[np.int32]
 
@@ -28,8 +29,12 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 # Places where that pattern always cuts, whatever stands around: before white space that ends a word, and between
 # a full-width mark and an ideograph, for scripts without spaces.
 SAFE_BORDER = re.compile(r"(?<=\S)(?=[ \n])|(?<=[。，、！？；])(?=[\u4e00-\u9fff])")
-MOST_REMEMBERED = 1 << 24  # characters of text between blanks before starting anew
+LITTLE = 1 << 18  # characters that are not worth compiling the memory for
 JOB_CHARACTERS = 1 << 16  # a job is long enough that handing it to a thread costs nothing beside it
+
+
+Cutting = Literal["gpt2", "words and marks", "between blanks"]
+CUTTINGS: dict[Kind, Cutting] = {"wordpiece": "words and marks", "gpt1-bpe": "between blanks"}
 
 
 class Engine(Protocol):
@@ -40,7 +45,7 @@ class Engine(Protocol):
 
 def engine_for(d: Definition, backend: Callable[[], tokenizers.Tokenizer]) -> Engine:
     if d.kind == "byte-bpe" and (encoding := tiktoken_for(d)) is not None:
-        return ByteBpe(d, encoding)
+        return Remembering(ByteBpe(d, encoding), "gpt2")
     if d.kind == "bytes":
         return Bytes(d)
     if d.kind == "characters":
@@ -49,7 +54,8 @@ def engine_for(d: Definition, backend: Callable[[], tokenizers.Tokenizer]) -> En
         from plume.text.gpt1 import Gpt1
 
         return Gpt1(backend())
-    return Remembering(backend()) if d.kind in ("wordpiece", "gpt1-bpe") else Library(backend())
+    cutting = CUTTINGS.get(d.kind)
+    return Library(backend()) if cutting is None else Remembering(Library(backend()), cutting)
 
 
 def cores() -> int:
@@ -201,34 +207,34 @@ class Library:
         return [np.array(e.ids, dtype=np.int32) for e in encoded]
 
 
-class Remembering(Library):
-    """The library for text between blanks, remembered: for kinds whose words and letters never reach over a blank."""
+class Remembering:
+    """An engine behind a memory of what it was asked before; see there for the ways of cutting."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        super().__init__(backend)
-        self.known: dict[str, list[int]] = {}
-        self.size = 0  # characters known
+    def __init__(self, engine: Engine, cutting: Cutting) -> None:
+        self.engine, self.cutting = engine, cutting
+        self.memory: Memory | None = None
 
     def encode(self, text: str) -> list[int]:
-        [chunks], known = self._learned([text])
-        return [i for chunk in chunks for i in known[chunk]]
+        return self.engine.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        cut_texts, known = self._learned(texts)
-        ids = known.__getitem__
-        return [np.fromiter(chain.from_iterable(map(ids, chunks)), dtype=np.int32) for chunks in cut_texts]
+        if self.memory is None:
+            if sum(map(len, texts)) < LITTLE:
+                return self.engine.encode_batch(texts)
+            from plume.text.memory import Memory
 
-    def _learned(self, texts: Sequence[str]) -> tuple[list[list[str]], dict[str, list[int]]]:
-        """The texts cut at blanks, and a table with the ids of every chunk."""
-        if self.size > MOST_REMEMBERED:  # a new table: another thread may still read the old one
-            self.known, self.size = {}, 0
-        known = self.known
-        cut_texts = [text.replace("\n", " ").replace("\t", " ").replace("\r", " ").split(" ") for text in texts]
-        new = list({chunk for chunks in cut_texts for chunk in chunks} - known.keys())
-        self.size += sum(map(len, new))
-        encoded = self.backend.encode_batch_fast(new, add_special_tokens=False)
-        known.update((chunk, e.ids) for chunk, e in zip(new, encoded, strict=True))
-        return cut_texts, known
+            self.memory = Memory(self.engine.encode_batch, self.cutting)
+        chosen = [mostly_ascii(text) for text in texts]
+        if all(chosen):
+            return self.memory.encode_batch(texts)
+        remembered = iter(self.memory.encode_batch([t for t, yes in zip(texts, chosen, strict=True) if yes]))
+        others = iter(self.engine.encode_batch([t for t, yes in zip(texts, chosen, strict=True) if not yes]))
+        return [next(remembered if yes else others) for yes in chosen]
+
+
+def mostly_ascii(text: str) -> bool:
+    """Whether remembering helps: chunks of other scripts are too long to be met twice."""
+    return text.isascii() or len(text.encode()) < 1.2 * len(text)
 
 
 def backend_for(d: Definition) -> tokenizers.Tokenizer:

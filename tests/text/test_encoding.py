@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
 from plume.config import TokenizerConfig, UserError
-from plume.text import Tokenizer, load_tokenizer, train_tokenizer
-from plume.text.engines import ByteBpe, Library, cut
+from plume.text import Tokenizer, engines, load_tokenizer, memory, train_tokenizer
+from plume.text.engines import ByteBpe, Library, Remembering, cut
 from plume.text.files import to_json
 
 SAMPLE = (
@@ -60,7 +60,7 @@ def test_bert_wraps_its_texts(shared: Path) -> None:
 
 def test_gpt2_same_ids_as_tokenizers_on_real_text(shared: Path) -> None:
     tokenizer = load_tokenizer(shared / "tokenizers" / "gpt2")
-    assert isinstance(tokenizer._engine, ByteBpe)
+    assert isinstance(tokenizer._engine, Remembering) and isinstance(tokenizer._engine.engine, ByteBpe)
     texts = (shared / "data" / "wikitext-2" / "wiki.test.raw").read_text(encoding="utf-8").split("\n")[:400]
     texts += [(shared / "data" / "multi30k" / "val.de").read_text(encoding="utf-8"), SAMPLE]
     theirs = Backend.from_str(to_json(tokenizer.definition)).encode_batch(texts, add_special_tokens=False)
@@ -123,6 +123,51 @@ def test_a_batch_equals_its_members(tokenizers: dict[str, Tokenizer], kind: str)
     assert tokenizers[kind].encode_batch([]) == []
 
 
+REMEMBERED = ["byte-bpe", "gpt1-bpe", "wordpiece"]
+
+
+@pytest.fixture
+def remembering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every batch were worth it."""
+    monkeypatch.setattr(engines, "LITTLE", 0)
+    monkeypatch.setattr(engines, "mostly_ascii", lambda text: True)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(TEXTS, max_size=6))
+@pytest.mark.parametrize("kind", REMEMBERED)
+def test_remembered_chunks_have_the_ids_of_tokenizers(
+    tokenizers: dict[str, Tokenizer], remembering: None, kind: str, texts: list[str]
+) -> None:
+    backend = Backend.from_str(to_json(tokenizers[kind].definition))
+    backend.encode_special_tokens = True
+    theirs = [backend.encode(text, add_special_tokens=False).ids for text in texts]
+    for _ in range(2):  # as news, and as known
+        assert [ids.tolist() for ids in tokenizers[kind].encode_batch(texts)] == theirs
+
+
+@pytest.mark.parametrize("kind", REMEMBERED)
+def test_a_memory_grows_and_begins_anew(remembering: None, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(memory, "MOST_BYTES", 1 << 19)
+    tokenizer = trained(kind)
+    seen = set()
+    for start in range(0, 200_000, 40_000):
+        texts = [SAMPLE, " ".join(f"w{number}" for number in range(start, start + 40_000)), "", "x" * 300_000]
+        assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text) for text in texts]
+        assert isinstance(tokenizer._engine, Remembering) and tokenizer._engine.memory is not None
+        seen.add(int(tokenizer._engine.memory.table.used[0]))
+    assert max(seen) > 1 << 14 and len(seen) < 5  # larger than at first; not larger and larger
+
+
+def test_other_scripts_go_past_the_memory(tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "LITTLE", 0)
+    tokenizer = trained("byte-bpe")
+    texts = ["plain", "你好。" * 30, "words with an é", "한국어 텍스트"]
+    assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text) for text in texts]
+    assert isinstance(tokenizer._engine, Remembering) and tokenizer._engine.memory is not None
+    assert int(tokenizer._engine.memory.table.used[0]) == len(["plain", "words", " with", " an", " é"])
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(text=TEXTS, size=st.integers(1, 20))
 def test_cutting_long_texts_changes_no_id(tokenizers: dict[str, Tokenizer], text: str, size: int) -> None:
@@ -166,7 +211,8 @@ def test_ids_that_are_not_in_merge_order(tokenizers: dict[str, Tokenizer]) -> No
     d = tokenizers["byte-bpe"].definition
     shuffled = replace(d, tokens=tuple(np.random.default_rng(0).permutation(np.array(d.tokens, dtype=object))))
     tokenizer = Tokenizer(with_specials(shuffled, []))
-    assert isinstance(tokenizer._engine, ByteBpe) and tokenizer._engine.table is not None
+    assert isinstance(tokenizer._engine, Remembering) and isinstance(tokenizer._engine.engine, ByteBpe)
+    assert tokenizer._engine.engine.table is not None
     theirs = Backend.from_str(to_json(tokenizer.definition)).encode(SAMPLE, add_special_tokens=False).ids
     assert tokenizer.encode(SAMPLE) == theirs == tokenizer.encode_batch([SAMPLE])[0].tolist()
 
