@@ -13,7 +13,8 @@ from plume.evaluate import metrics
 from plume.evaluate.items import Choice, Item, Judgement, LastWord, Passage, Question
 from plume.evaluate.metrics import Calibration, Metric
 from plume.evaluate.protocols import Protocol, pair, request
-from plume.evaluate.scoring import Request, Score, Scorer, windows
+from plume.evaluate.reading import Score
+from plume.evaluate.scoring import Request, Scorer, windows
 from plume.evaluate.tasks import Task
 
 Record = dict[str, Any]  # what items.jsonl keeps of one item

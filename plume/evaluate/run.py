@@ -20,7 +20,8 @@ from plume.evaluate.kinds import METRICS, RECORDS, Asked, Asker, Record, headlin
 from plume.evaluate.metrics import ByPosition, Calibration, Metric
 from plume.evaluate.progress import Progress
 from plume.evaluate.protocols import Protocol, TooLong
-from plume.evaluate.scoring import MaskedScorer, Score, Scorer, scorer_for
+from plume.evaluate.reading import Score
+from plume.evaluate.scoring import MaskedScorer, Scorer, scorer_for
 from plume.evaluate.stop_words import STOP_WORDS
 from plume.evaluate.store import BLOCK, Store
 from plume.evaluate.tasks import Source, Task, find

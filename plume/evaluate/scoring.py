@@ -1,6 +1,6 @@
 """The calls that carry every benchmark: how likely tokens are, alone or rolling over a text, and what fills a mask."""
 
-# B rows of a batch, T tokens of the longest row, N scored positions, D model width, V vocabulary
+# A scored positions, D model width, V vocabulary
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from plume.config import ModelConfig, UserError
+from plume.config import UserError
+from plume.evaluate.reading import Bundle, Head, Score, Stack, batches, bundled
 from plume.heads import TOKEN_HEADS, Model
-from plume.model import Cache, EncoderDecoder
+from plume.model import EncoderDecoder
 from plume.text import Tokenizer
-
-Floats = npt.NDArray[np.float32]
-LOGITS_HELD = 1 << 23  # numbers of logits in memory at a time: 32 MiB of float32, whatever is scored
-WASTE = 0.125  # largest share of padding in a batch
-SHARED = 16  # prefixes shorter than this are not worth a second pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +27,6 @@ class Request:
     filtered: bool = False  # the scorer's banned tokens cannot be the likeliest at the first position
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """For every scored token: its log-probability, that of the likeliest token, and whether it was that one."""
-
-    logprobs: Floats  # (N,)
-    best: Floats  # (N,)
-    hits: npt.NDArray[np.bool_]  # (N,)
-
-    @property
-    def total(self) -> float:
-        return float(self.logprobs.sum(dtype=np.float64))
-
-    @property
-    def greedy(self) -> bool:
-        return bool(self.hits.all())
-
-
-Inputs = list[tuple[int, ...]]  # what the model reads, by request
 Answer = tuple[int, Score]  # the request's number and what was found
 
 
@@ -78,77 +54,7 @@ def scorer_for(
     return MaskedScorer(model, tokenizer, budget, banned)
 
 
-# ---- batches -----------------------------------------------------------------------------------------------------
-
-
-def batches(lengths: Sequence[int], budget: int, *, most: int | None = None) -> Iterator[list[int]]:
-    """Numbers of rows, longest first, in batches of at most `budget` tokens and `most` rows with little padding."""
-    batch: list[int] = []
-    held = 0
-    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        width = lengths[batch[0]] if batch else lengths[row]
-        total = (len(batch) + 1) * width
-        waste = total - held - lengths[row]
-        if batch and (total > budget or waste > WASTE * total or len(batch) == most):
-            yield batch
-            batch, held = [], 0
-        batch.append(row)
-        held += lengths[row]
-    if batch:
-        yield batch
-
-
-def padded(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    table = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
-    for place, row in zip(table, rows, strict=True):
-        place[: len(row)] = row
-    return torch.from_numpy(table).to(device)  # (B, T)
-
-
-class Reader:
-    """Reads the head at chosen hidden states only, a few rows at a time: no (B, T, V) tensor ever exists."""
-
-    def __init__(self, model: Model, banned: Iterable[int]) -> None:
-        self.model = model
-        self.device = next(model.parameters()).device
-        self.banned = torch.tensor(sorted(banned), dtype=torch.long, device=self.device)
-        self.rows = max(1, LOGITS_HELD // model.config.vocab_size)
-
-    def read(self, hidden: Tensor, targets: Sequence[int], filtered: Sequence[bool]) -> Score:
-        """(N, D) hidden states against N tokens."""
-        wanted = torch.tensor(targets, dtype=torch.long, device=self.device)
-        first = torch.tensor(filtered, dtype=torch.bool, device=self.device)
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
-        for at in range(0, len(wanted), self.rows):
-            part = slice(at, at + self.rows)
-            logits = self.model.read(hidden[part]).float()  # (rows, V)
-            scale = logits.logsumexp(dim=1)
-            found = logits.gather(1, wanted[part, None])[:, 0] - scale
-            if len(self.banned) and bool(first[part].any()):
-                barred = first[part].nonzero()  # (n, 1)
-                logits[barred, self.banned] = -torch.inf
-            best, token = logits.max(dim=1)
-            parts.append((found, best - scale, token == wanted[part]))
-        return Score(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)))
-
-
-def cut(score: Score, lengths: Sequence[int]) -> Iterator[Score]:
-    """One request's share after the other."""
-    at = 0
-    for n in lengths:
-        yield Score(score.logprobs[at : at + n], score.best[at : at + n], score.hits[at : at + n])
-        at += n
-
-
 # ---- causal models -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Requests that begin with the same tokens, which are then computed once."""
-
-    members: tuple[int, ...]
-    shared: int
 
 
 class CausalScorer:
@@ -158,7 +64,7 @@ class CausalScorer:
 
     def __init__(self, model: Model, tokenizer: Tokenizer, budget: int, banned: Iterable[int]) -> None:
         self.model, self.tokenizer, self.budget = model.eval(), tokenizer, budget
-        self.reader = Reader(model, banned)
+        self.stack, self.head = Stack(model), Head(model, banned)
         self.room = model.config.context + 1  # the last token is only predicted, never read
         first = tokenizer.end if tokenizer.start is None else tokenizer.start
         self.start: tuple[int, ...] = () if first is None else (first,)
@@ -168,97 +74,18 @@ class CausalScorer:
         for request, tokens in zip(requests, inputs, strict=True):
             assert request.context and request.target, "something to read and something to score"
             assert len(tokens) < self.room, "cut to the context before"
-        families = share(inputs, [len(r.context) - 1 for r in requests])
-        alone = [f.members[0] for f in families if len(f.members) == 1]
-        together = [f for f in families if len(f.members) > 1]
-        with torch.inference_mode():
-            for batch in batches([len(inputs[i]) for i in alone], self.budget):
-                yield from self._plain([alone[i] for i in batch], requests, inputs)
-            for batch in batches([f.shared for f in together], self.budget):
-                yield from self._shared([together[i] for i in batch], requests, inputs)
-
-    def _plain(self, batch: list[int], requests: Sequence[Request], inputs: Inputs) -> Iterator[Answer]:
-        hidden = self.model.body(padded([inputs[i] for i in batch], self.reader.device))  # (B, T, D)
-        yield from self._read(hidden, batch, requests, inputs, 0)
-
-    def _shared(self, families: list[Family], requests: Sequence[Request], inputs: Inputs) -> Iterator[Answer]:
-        """Each family's beginning once, cut to one length for all, and then the members' rests behind copies of it."""
-        config, device = self.model.config, self.reader.device
-        shared = min(f.shared for f in families)
-        cache = Cache(config, len(families), shared, device=device, dtype=self.model.table.dtype)
-        self.model.body(padded([inputs[f.members[0]][:shared] for f in families], device), cache=cache)
-        rows = [(n, member) for n, family in enumerate(families) for member in family.members]
-        rests = [inputs[member][shared:] for _, member in rows]
-        most = max(1, 2 * self.budget // (shared + max(map(len, rests))))  # each row has its own keys and values
-        for batch in batches([len(rest) for rest in rests], self.budget, most=most):
-            owner = torch.tensor([rows[i][0] for i in batch], device=device)
-            mine = spread(cache, owner, max(len(rests[i]) for i in batch), config)
-            hidden = self.model.body(padded([rests[i] for i in batch], device), cache=mine)  # (B, T, D)
-            yield from self._read(hidden, [rows[i][1] for i in batch], requests, inputs, shared)
-
-    def _read(
-        self,
-        hidden: Tensor,
-        members: list[int],
-        requests: Sequence[Request],
-        inputs: Inputs,
-        start: int,
-    ) -> Iterator[Answer]:
-        """Only the hidden states that predict a target go to the head."""
-        asked = [requests[m] for m in members]
-        picked = torch.cat(
-            [
-                hidden[row, len(r.context) - 1 - start : len(inputs[m]) - start]
-                for row, (m, r) in enumerate(zip(members, asked, strict=True))
-            ]
-        )  # (N, D)
-        targets = [token for r in asked for token in r.target]
-        filtered = [r.filtered and i == 0 for r in asked for i in range(len(r.target))]
-        whole = self.reader.read(picked, targets, filtered)
-        yield from zip(members, cut(whole, [len(r.target) for r in asked]), strict=True)
-
-
-def spread(cache: Cache, owner: Tensor, more: int, config: ModelConfig) -> Cache:
-    """A cache whose row i goes on from row owner[i] of another, with room for `more` tokens."""
-    past, first = cache.longest, cache.layers[0].keys
-    new = Cache(config, len(owner), past + more, device=first.device, dtype=first.dtype)
-    for ours, theirs in zip(new.layers, cache.layers, strict=True):
-        ours.keys[:, :, :past] = theirs.keys[owner]
-        ours.values[:, :, :past] = theirs.values[owner]
-    new.advance(past, None)
-    return new
-
-
-def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """How many tokens two sequences begin with alike."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def share(inputs: Sequence[tuple[int, ...]], limits: Sequence[int]) -> list[Family]:
-    """Neighbours in sorted order that begin alike, as long as joining saves tokens. Row i shares at most limits[i]."""
-    order = sorted(range(len(inputs)), key=lambda i: inputs[i])
-    families: list[Family] = []
-    members: list[int] = []
-    shared = 0
-    for i in order:
-        alike = min(common(inputs[members[-1]], inputs[i]), limits[i], shared) if members else 0
-        if members and alike >= SHARED and alike * len(members) >= shared * (len(members) - 1):
-            members.append(i)
-            shared = alike
-            continue
-        if members:
-            families.append(Family(tuple(members), shared))
-        members, shared = [i], limits[i]
-    if members:
-        families.append(Family(tuple(members), shared))
-    return families
+        config = self.model.config
+        asked = [slice(len(r.context) - 1, None) for r in requests]
+        bundles = bundled(inputs, asked, width=config.width, most=2 * config.context)
+        for batch in batches([len(b) for b in bundles], self.budget):
+            with torch.inference_mode():
+                hidden = self.stack.read([bundles[i] for i in batch])  # (A, D)
+                members = [member for i in batch for member in bundles[i].members]
+                mine = [requests[m] for m in members]
+                targets = [token for r in mine for token in r.target]
+                filtered = [r.filtered and n == 0 for r in mine for n in range(len(r.target))]
+                whole = self.head.read(hidden, targets, filtered)
+            yield from zip(members, whole.cut(len(r.target) for r in mine), strict=True)
 
 
 # ---- masked models -----------------------------------------------------------------------------------------------
@@ -273,7 +100,7 @@ class MaskedScorer:
         if tokenizer.mask is None:
             raise UserError("this masked model's tokenizer has no mask token, so nothing can be hidden from it")
         self.model, self.tokenizer, self.budget, self.mask = model.eval(), tokenizer, budget, tokenizer.mask
-        self.reader = Reader(model, banned)
+        self.stack, self.head = Stack(model), Head(model, banned)
         around = tokenizer.wrap([-1])[0]
         self.before = around.index(-1)
         self.room = model.config.context - len(around) + 1
@@ -286,36 +113,36 @@ class MaskedScorer:
         order = sorted(range(len(requests)), key=lambda i: -len(wholes[i]))  # so that neighbours share batches
         rows = [(i, n) for i in order for n in range(len(requests[i].target))]
         found: dict[int, list[Score | None]] = {i: [None] * len(requests[i].target) for i in order}
-        with torch.inference_mode():
-            for batch in batches([len(wholes[i]) for i, _ in rows], self.budget):
-                for (i, n), score in self._hidden([rows[b] for b in batch], requests, wholes):
-                    found[i][n] = score
-                for i in dict.fromkeys(rows[b][0] for b in batch):
-                    parts = [score for score in found[i] if score is not None]
-                    if len(parts) == len(found[i]):
-                        yield i, joined(parts)
-                        found[i] = []
+        for batch in batches([len(wholes[i]) for i, _ in rows], self.budget):
+            for (i, n), score in self._hidden([rows[b] for b in batch], requests, wholes):
+                found[i][n] = score
+            for i in dict.fromkeys(rows[b][0] for b in batch):
+                parts = [score for score in found[i] if score is not None]
+                if len(parts) == len(found[i]):
+                    yield i, joined(parts)
+                    found[i] = []
 
     def _hidden(
         self, rows: list[tuple[int, int]], requests: Sequence[Request], wholes: list[list[int]]
     ) -> Iterator[tuple[tuple[int, int], Score]]:
-        places = [self.before + len(requests[i].context) + n for i, n in rows]
-        tokens = padded([wholes[i] for i, _ in rows], self.reader.device)  # (B, T)
-        at = torch.arange(len(rows), device=tokens.device), torch.tensor(places, device=tokens.device)
-        tokens[at] = self.mask
-        sizes = [len(wholes[i]) for i, _ in rows]
-        lengths = None if min(sizes) == max(sizes) else torch.tensor(sizes, device=tokens.device)
-        hidden = self.model.body(tokens, lengths=lengths)[at]  # (B, D)
-        targets = [requests[i].target[n] for i, n in rows]
-        whole = self.reader.read(hidden, targets, [requests[i].filtered and n == 0 for i, n in rows])
-        yield from zip(rows, cut(whole, [1] * len(rows)), strict=True)
+        batch: list[Bundle] = []
+        for i, n in rows:
+            tokens, place = list(wholes[i]), self.before + len(requests[i].context) + n
+            tokens[place] = self.mask
+            batch.append(Bundle())
+            batch[-1].add(i, tokens, 0, slice(place, place + 1))
+        with torch.inference_mode():
+            targets = [requests[i].target[n] for i, n in rows]
+            filtered = [requests[i].filtered and n == 0 for i, n in rows]
+            whole = self.head.read(self.stack.read(batch), targets, filtered)
+        yield from zip(rows, whole.cut([1] * len(rows)), strict=True)
 
     def fill(self, tokens: Sequence[int]) -> list[int]:
         """The tokens with every mask filled in, the surest one first."""
         whole = self.tokenizer.wrap(tokens)[0]
         if len(whole) > self.model.config.context:
             raise UserError(f"{len(tokens)} tokens do not fit into this model; {self.room} do")
-        row = torch.tensor([whole], device=self.reader.device)
+        row = torch.tensor([whole], device=self.stack.device)
         specials = torch.tensor(sorted(self.tokenizer.special_ids.values()), device=row.device)
         with torch.inference_mode():
             while len(places := (row[0] == self.mask).nonzero()[:, 0]):

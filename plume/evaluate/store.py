@@ -12,7 +12,8 @@ from types import TracebackType
 import numpy as np
 
 from plume.config import UserError
-from plume.evaluate.scoring import Answer, Request, Score, Scorer
+from plume.evaluate.reading import Score
+from plume.evaluate.scoring import Answer, Request, Scorer
 
 BLOCK = 2048  # requests looked at together: enough to sort by length, little enough to hold
 

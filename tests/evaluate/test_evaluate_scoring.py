@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import story
+from conftest import small, story
 
 from plume.config import EvaluateConfig, UserError
-from plume.evaluate import evaluate
-from plume.evaluate.scoring import Request, batches, scorer_for, share, windows
+from plume.evaluate import evaluate, reading
+from plume.evaluate.reading import batches, bundled
+from plume.evaluate.scoring import Request, scorer_for, windows
 from plume.evaluate.store import Store
+from plume.heads import Model
 from plume.text import load_tokenizer
 from plume.weights import load_model
 
@@ -60,47 +62,87 @@ def test_scores_equal_a_loop_one_request_at_a_time(causal):
         np.testing.assert_allclose(found[number].best, logprobs.max(-1).values, atol=1e-4)
 
 
-def test_only_scored_positions_reach_the_head(causal, monkeypatch):
+def test_only_scored_positions_reach_the_last_mlp_and_the_head(causal, monkeypatch):
     _, scorer = causal
-    rows = []
-    read = scorer.model.read
-    monkeypatch.setattr(scorer.model, "read", lambda hidden: rows.append(len(hidden)) or read(hidden))
-    requests = some_requests(scorer.model.config.vocab_size)
+    last, rows, read = [], [], scorer.head.read
+    up = scorer.model.body.blocks[-1].mlp.inner.up
+    monkeypatch.setattr(up, "forward", lambda x, old=up.forward: last.append(len(x)) or old(x))
+    monkeypatch.setattr(scorer.head, "read", lambda hidden, *more: rows.append(len(hidden)) or read(hidden, *more))
+    draw = random.Random(4)
+    requests = [Request(tuple(draw.sample(range(300), 40)), tuple(range(n))) for n in (1, 2, 3, 9, 5, 1)]
     list(scorer.score(requests))
-    assert sum(rows) == sum(len(r.target) for r in requests)
+    assert sum(rows) == sum(last) == sum(len(r.target) for r in requests)
 
 
 def test_a_shared_beginning_is_read_once(causal, monkeypatch):
     _, scorer = causal
-    read = []
-    body = scorer.model.body.forward
-    monkeypatch.setattr(scorer.model.body, "forward", lambda t, **more: read.append(t.numel()) or body(t, **more))
+    read, embed = [], scorer.model.body.embed
+    monkeypatch.setattr(embed, "forward", lambda t, *more, old=embed.forward: read.append(t.numel()) or old(t, *more))
     context = tuple(range(40))
     list(scorer.score([Request(context, (n, n + 1)) for n in range(4)]))
-    assert sum(read) == 39 + 4 * 2  # the prefix, then the last context token and the target but its last for each
+    assert sum(read) == 40 + 4  # the context, and of each target all but its last token
 
 
-def test_families_begin_alike_and_hold_every_request():
+def test_bundles_hold_every_sequence_and_each_token_sees_its_own():
     draw = random.Random(1)
-    inputs = [tuple([1] * draw.randint(0, 30) + [draw.randrange(3) for _ in range(20)]) for _ in range(50)]
-    limits = [len(i) - draw.randint(1, 10) for i in inputs]
-    families = share(inputs, limits)
-    assert sorted(m for f in families for m in f.members) == list(range(50))
-    for family in families:
-        assert len({inputs[m][: family.shared] for m in family.members}) == 1
-        assert all(family.shared <= limits[m] for m in family.members)
-    assert any(len(f.members) > 2 for f in families)
+    sequences = [tuple([1] * draw.randint(0, 30) + [draw.randrange(3) for _ in range(9)]) for _ in range(50)]
+    asked = [slice(len(s) - draw.randint(1, 10), None) for s in sequences]
+    bundles = bundled(sequences, asked, width=64, most=60)
+    assert sorted(m for b in bundles for m in b.members) == list(range(50))
+    assert any(len(b.members) > 2 for b in bundles) and all(len(b) <= 60 for b in bundles)
+    for bundle in bundles:
+        seen, places = bundle.seen(0), iter(bundle.asked)
+        for member in bundle.members:
+            for end in range(*asked[member].indices(len(sequences[member]))):
+                ancestors = np.flatnonzero(seen[next(places)])
+                assert tuple(bundle.tokens[a] for a in ancestors) == sequences[member][: end + 1]
+                assert [bundle.positions[a] for a in ancestors] == list(range(end + 1))
+        assert next(places, None) is None
 
 
-def test_batches_hold_every_row_once_within_the_budget():
+def test_batches_hold_every_bundle_once_within_the_budget():
     draw = random.Random(2)
-    lengths = [draw.randint(1, 90) for _ in range(200)]
-    made = list(batches(lengths, 300, most=7))
-    assert sorted(i for batch in made for i in batch) == list(range(200))
-    for batch in made:
-        widest, total = max(lengths[i] for i in batch), sum(lengths[i] for i in batch)
-        assert len(batch) <= 7 and (len(batch) == 1 or len(batch) * widest <= 300)
-        assert len(batch) * widest - total <= len(batch) * widest / 8
+    sizes = [draw.randint(1, 90) for _ in range(200)] + [400]
+    made = list(batches(sizes, 300))
+    assert sorted(i for batch in made for i in batch) == list(range(201))
+    assert all(len(batch) == 1 or sum(sizes[i] for i in batch) <= 300 for batch in made)
+    assert len(made) < 1 + 1.2 * sum(sizes[:200]) / 300
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "more",
+    [{"band": 7}, {"norm": "post", "activation": "gelu"}, {"positions": "sinusoidal", "activation": "relu"}],
+    ids=["band", "post-norm", "waves"],
+)
+def test_every_kind_of_stack_scores_as_its_forward_says(tokenizer, more):
+    """The model's own forward is compared with transformers elsewhere."""
+    torch.manual_seed(3)
+    model = Model(small(tokenizer, **more)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    scorer = scorer_for(model, tokenizer, batch_tokens=96)
+    requests = some_requests(model.config.vocab_size, 20)
+    for number, score in scorer.score(requests):
+        whole = torch.tensor([requests[number].context + requests[number].target])
+        logprobs = model(whole[:, :-1])[0].log_softmax(-1)
+        wanted = logprobs[range(whole.shape[1] - 1), whole[0, 1:]][len(requests[number].context) - 1 :]
+        np.testing.assert_allclose(score.logprobs, wanted, atol=1e-4)
+
+
+@torch.no_grad()
+def test_of_equally_likely_tokens_the_first_is_the_prediction(tokenizer, monkeypatch):
+    monkeypatch.setattr(reading, "COLUMNS", 64)  # so that equals stand in several parts of the vocabulary
+    monkeypatch.setattr(reading, "LOGITS_HELD", 64)
+    model = Model(small(tokenizer))
+    logits = torch.randint(5, (32, model.config.vocab_size), generator=torch.Generator().manual_seed(0)).float()
+    model.table.copy_(logits.T)  # which is what unit vectors get from it
+    targets = [int(row.argmax()) if n % 2 else n for n, row in enumerate(logits)]
+    found = reading.Head(model, [5, 6, 7]).read(torch.eye(32), targets, [n % 3 == 0 for n in range(32)])
+    np.testing.assert_allclose(found.logprobs, logits.log_softmax(1)[range(32), targets], atol=1e-5)
+    logits[::3, [5, 6, 7]] = -torch.inf
+    assert found.hits.tolist() == (logits.argmax(1) == torch.tensor(targets)).tolist()
+    assert 10 < found.hits.sum() < 22
 
 
 @torch.no_grad()
