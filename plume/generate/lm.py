@@ -1,23 +1,25 @@
 """One object for a model folder: generate, stream, next_tokens, suggest, score, fill_mask, embed."""
 
-# N texts, T tokens, D model width, V vocabulary
+# N texts, D model width
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import numpy as np
 
 from plume.config import EngineConfig, SamplingConfig, UserError
-from plume.generate import sampling
+from plume.generate import looking, sampling
 from plume.generate.continuation import Continuation, Generation, Guess, fresh_seed
 from plume.generate.engine import Engine
+from plume.generate.looking import NextToken, Score, TokenScore
 from plume.generate.opening import engine_for, open_engine
+from plume.generate.options import SamplingOptions, with_options
 from plume.generate.runner import Runner
 from plume.generate.speculate import Draft, check_draft, look_up
 from plume.text import Tokenizer, load_tokenizer
@@ -29,39 +31,6 @@ if TYPE_CHECKING:
     from plume.train.predict import Answer, Choice, Label, Predictor, TaggedWord
 
 Prompt = str | Sequence[int] | None  # text, token ids, or None for the start token
-
-
-@dataclass(frozen=True)
-class NextToken:
-    """One token that may come next."""
-
-    id: int
-    text: str
-    probability: float
-
-
-@dataclass(frozen=True)
-class TokenScore:
-    """What the model thought of one token of a text."""
-
-    id: int
-    text: str
-    logprob: float
-    rank: int  # 0 for the likeliest
-    entropy: float  # of the whole distribution at this place, in nats
-
-
-@dataclass(frozen=True)
-class Score:
-    tokens: tuple[TokenScore, ...]
-
-    @property
-    def logprob(self) -> float:
-        return sum(token.logprob for token in self.tokens)
-
-    @property
-    def perplexity(self) -> float:
-        return float(np.exp(-self.logprob / len(self.tokens)))
 
 
 class LM:
@@ -134,9 +103,11 @@ class LM:
             return self.tokenizer.encode(prompt)
         return [int(i) for i in prompt]
 
-    def generate(self, prompt: Prompt = None, config: SamplingConfig | None = None, **fields: Any) -> Generation:
+    def generate(
+        self, prompt: Prompt = None, config: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
+    ) -> Generation:
         """Continue a prompt. Takes a SamplingConfig, its fields by name, or both."""
-        return self.generate_batch([prompt], _sampling(config, fields))[0]
+        return self.generate_batch([prompt], with_options(config, options))[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], config: SamplingConfig | None = None) -> list[Generation]:
         """Continue many prompts together; each gets what it would get alone."""
@@ -176,9 +147,11 @@ class LM:
             return Draft(self.draft, config, seed=continuation.seed, sample=sample, prompt_length=prompt_length)
         return look_up if config.speculate == "lookup" else None
 
-    def stream(self, prompt: Prompt = None, config: SamplingConfig | None = None, **fields: Any) -> Iterator[str]:
+    def stream(
+        self, prompt: Prompt = None, config: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
+    ) -> Iterator[str]:
         """The same as generate, piece by piece, never with a part of a character."""
-        settings = _sampling(config, fields)
+        settings = with_options(config, options)
         if settings.n != 1 or settings.beams != 1 or settings.best_of is not None:
             raise UserError("only a single sample can be streamed; leave n, best_of and beams out")
         (continuation,) = self.start(prompt, settings)
@@ -195,7 +168,9 @@ class LM:
         if self.config.decoder_layers:
             raise UserError("this model answers to a source text: use translate")
 
-    def translate(self, source: str, config: SamplingConfig | None = None, **fields: Any) -> Generation:
+    def translate(
+        self, source: str, config: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
+    ) -> Generation:
         """What an encoder-decoder answers to a source text, by beam search (or greedily with beams=1)."""
         from plume.data.pairs import decoder_start
         from plume.generate.beam import beam_search
@@ -203,7 +178,8 @@ class LM:
 
         if not self.config.decoder_layers:
             raise UserError("only an encoder-decoder translates; use generate")
-        settings = _sampling(config, {"beams": 4, "length_penalty": 0.6, **fields} if config is None else fields)
+        usual = SamplingConfig(beams=4, length_penalty=0.6) if config is None else config
+        settings = with_options(usual, options)
         ids = [*self.encode(source)[: self.config.context - 1], closing(self.tokenizer)]  # as in training
         return beam_search(self, [decoder_start(self.tokenizer)], settings, source=ids)
 
@@ -215,9 +191,7 @@ class LM:
             raise UserError(f"k={k} must be at least 1, for example 10")
         self._check_writes()
         tokens = self._fitting(self.encode(prompt))
-        logprobs = sampling.log_softmax(self.runner.look(tokens)[-1][: self.tokenizer.vocab_size])
-        ids = sampling.largest(logprobs, min(k, len(logprobs)))
-        return [NextToken(int(i), self.text_of(int(i)), float(np.exp(logprobs[i]))) for i in ids]
+        return looking.likeliest(self.tokenizer, self.runner.look(tokens)[-1], k)
 
     def _fitting(self, tokens: list[int]) -> list[int]:
         from plume.generate.continuation import fit_prompt
@@ -225,7 +199,7 @@ class LM:
         return fit_prompt(tokens, SamplingConfig(), self.engine.capacity + 1, self.config.vocab_size)
 
     def text_of(self, id: int) -> str:
-        return self.tokenizer.piece_bytes(id).decode(errors="replace")
+        return looking.text_of(self.tokenizer, id)
 
     def suggest(self, text: str, n: int = 3) -> list[str]:
         """Whole words that may come next, or complete the last one, as a keyboard suggests them."""
@@ -277,23 +251,9 @@ class LM:
         while done < len(window):
             begin = 0 if done < context else done - (context - stride)
             part = window[begin : begin + context]
-            scores += self._score_window(part, done - begin)
+            scores += looking.score_window(self.tokenizer, self.runner.look, part, done - begin)
             done = begin + len(part)
         return Score(tuple(scores))
-
-    def _score_window(self, part: list[int], first: int) -> list[TokenScore]:
-        """Scores of the tokens from `first` on, a few rows at a time: all logits at once would be large."""
-        scores, rows = list[TokenScore](), 64
-        for at in range(first, len(part), rows):
-            until = min(at + rows, len(part))
-            logits = self.runner.look(part[: until - 1], until - at)[:, : self.tokenizer.vocab_size]
-            for i, row in zip(range(at, until), logits, strict=True):
-                logprobs = sampling.log_softmax(row)
-                likely = logprobs[part[i]]
-                entropy = -float(np.sum(np.exp(logprobs) * np.maximum(logprobs, -1e30)))
-                rank = int(np.sum(logprobs > likely))
-                scores.append(TokenScore(part[i], self.text_of(part[i]), float(likely), rank, entropy))
-        return scores
 
     def explain(self, text: str | Sequence[int]) -> Explanation:
         """What happens inside on this text: attention, the numbers of each head, the lens, surprise."""
@@ -305,55 +265,13 @@ class LM:
 
     def fill_mask(self, text: str, k: int = 5) -> list[list[NextToken]]:
         """For each mask in the text, the k likeliest tokens there."""
-        import torch
-
-        if self.head not in ("masked-token", "pretraining") or self.tokenizer.mask is None:
-            raise UserError(f"a model with a {self.head} head cannot fill a mask; one with a masked-token head can")
-        ids, segments = self.tokenizer.wrap(self.tokenizer.encode(text, allow_special=True))
-        places = [i for i, token in enumerate(ids) if token == self.tokenizer.mask]
-        if not places:
-            raise UserError(f"the text has no {self.tokenizer.token(self.tokenizer.mask)}")
-        if len(ids) > self.config.context:
-            raise UserError(f"the text has {len(ids)} tokens, the context holds {self.config.context}")
-        with torch.inference_mode():
-            given = torch.tensor([segments]) if self.config.segments > 1 else None
-            logits = self.model(torch.tensor([ids]), segments=given)[0].numpy()  # (T, V)
-        answers = []
-        for place in places:
-            logprobs = sampling.log_softmax(logits[place][: self.tokenizer.vocab_size])
-            best = sampling.largest(logprobs, min(k, len(logprobs)))
-            answers.append([NextToken(int(i), self.text_of(int(i)), float(np.exp(logprobs[i]))) for i in best])
-        return answers
+        return looking.fill_mask(self.model, self.tokenizer, text, k)
 
     def embed(
         self, texts: Sequence[str], *, pool: Literal["mean", "summary"] = "mean", batch: int = 16
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
         """One vector per text: the mean of the last hidden states, or the family's own summary. (N, D)"""
-        import torch
-
-        from plume.heads import Summary, mean_pool
-
-        body, rows = self.model.body, list[np.ndarray[Any, Any]]()
-        if self.config.decoder_layers:
-            body = body.encoder  # type: ignore[assignment]
-        summary = next((m for m in self.model.modules() if isinstance(m, Summary)), None)
-        if pool == "summary" and summary is None:
-            raise UserError("this model has no summary of its own; pool=mean always works")
-        encoded = [self.tokenizer.wrap(self.tokenizer.encode(text))[0][: self.config.context] for text in texts]
-        if empty := [i for i, ids in enumerate(encoded) if not ids]:
-            raise UserError(f"text {empty[0]} is empty")
-        for at in range(0, len(encoded), batch):
-            part = encoded[at : at + batch]
-            lengths = torch.tensor([len(ids) for ids in part])
-            width = int(lengths.max())
-            tokens = torch.tensor([ids + [0] * (width - len(ids)) for ids in part])
-            with torch.inference_mode():
-                hidden = body(tokens, lengths=lengths)  # (N, T, D)
-                if pool == "summary" and summary is not None:
-                    rows.append(summary(hidden, lengths).numpy())
-                else:
-                    rows.append(mean_pool(hidden, lengths).numpy())
-        return np.concatenate(rows)
+        return looking.embed(self.model, self.tokenizer, texts, pool=pool, batch=batch)
 
     # -- fine-tuned heads
 
@@ -394,29 +312,7 @@ def best_of(results: Sequence[Generation], config: SamplingConfig) -> Generation
     """The first of the n to be returned, carrying all of them."""
     if config.best_of is not None:
         results = sorted(results, key=lambda r: -r.mean_logprob)[: config.n]
-    if len(results) == 1:
-        return results[0]
-    first = results[0]
-    return Generation(**{**_shallow(first), "samples": tuple(results)})
-
-
-def _shallow(result: Generation) -> dict[str, Any]:
-    return {name: getattr(result, name) for name in result.__dataclass_fields__}
-
-
-def _sampling(config: SamplingConfig | None, fields: dict[str, Any]) -> SamplingConfig:
-    """A config with fields laid over it; unknown names are refused with the nearest right one."""
-    from plume.config import did_you_mean
-
-    known = SamplingConfig.__dataclass_fields__
-    for name in fields:
-        if name not in known:
-            raise UserError(f"there is no option {name!r}{did_you_mean(name, known)}")
-    for name in ("stop", "stop_tokens"):
-        if name in fields:
-            value = fields[name]
-            fields[name] = (value,) if isinstance(value, str | int) else tuple(value)
-    return SamplingConfig(**{**({} if config is None else asdict(config)), **fields})
+    return results[0] if len(results) == 1 else replace(results[0], samples=tuple(results))
 
 
 def load(

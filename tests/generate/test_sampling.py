@@ -160,3 +160,14 @@ def test_wrong_options_are_named(fields, words):
     with pytest.raises(UserError) as caught:
         SamplingConfig(**fields)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_options_by_name_are_the_fields_of_the_config():
+    from typing import get_type_hints
+
+    from plume.config import SamplingConfig
+    from plume.generate.options import SamplingOptions
+
+    options, fields = get_type_hints(SamplingOptions), get_type_hints(SamplingConfig)
+    assert list(options) == list(fields)
+    assert {name for name in fields if options[name] != fields[name]} == {"stop", "stop_tokens"}  # one or many
