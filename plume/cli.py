@@ -38,21 +38,19 @@ def settings(
     its recipe where the run is to go on, or where nothing else can be meant.
     """
     leading, options = split(words)
-    place = Path(leading[0]) if len(leading) == 1 else None
-    recipe = place if place is not None and place.suffix == ".toml" else None
-    table = dict(start or {})
-    if place is not None and (place / config.RECIPE).is_file() and (not takes or "--resume" in options):
-        recipe = place / config.RECIPE
-        table |= config.read_recipe(recipe) | {"folder": str(place)}
-    elif recipe is not None:
-        read = config.read_recipe(recipe)
-        table |= read.get(section, read)
-    elif leading and takes:
+    table, origin = dict(start or {}), ""
+    if takes and leading and not is_recipe(leading, options):
         table[takes] = list(leading) if len(leading) > 1 else leading[0]
     elif leading:
-        raise UserError(f"{leading[0]!r} is neither a recipe (a .toml file) nor an option (--section.field value)")
+        read, origin = config.find_recipe(leading[0])
+        table |= read.get(section, read)
     table = config.with_overrides(table, config.parse_overrides(options))
-    return config.build(kind, table, origin="" if recipe is None else str(recipe))
+    return config.build(kind, table, origin=origin)
+
+
+def is_recipe(leading: Sequence[str], options: Sequence[str]) -> bool:
+    run = (Path(leading[0]) / config.RECIPE).is_file() and "--resume" in options
+    return len(leading) == 1 and (leading[0].endswith(".toml") or run)
 
 
 def split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -129,13 +127,13 @@ def inspect_tokenizer(folder: Path, text: str) -> None:
 
 @app.command
 def pretrain(*words: Words, as_json: Json = False) -> None:
-    """Texts to a pretrained model, as a recipe says: `plume pretrain RECIPE.toml`.
+    """Texts to a pretrained model, as a recipe says: `plume pretrain gpt2-laptop`, or `plume pretrain RECIPE.toml`.
 
     A run that was stopped goes on from its newest whole checkpoint: `plume pretrain RUN --resume`; with --overwrite it
     begins again. Under torchrun it is one rank of many.
     """
     if not words:
-        raise UserError("which recipe? plume pretrain recipes/gpt2-laptop.toml")
+        raise UserError("which recipe? for example plume pretrain gpt2-laptop")
     wanted = settings(config.PretrainConfig, words)
     from plume.train.pretrain import pretrain as run
 

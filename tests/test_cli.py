@@ -130,6 +130,11 @@ def test_a_run_folder_stands_for_its_recipe(run_folder):
     assert (wanted.folder, wanted.resume, wanted.train.steps) == (run_folder, True, 400)
 
 
+def test_a_recipe_that_plume_brings_has_a_name(capsys, here):
+    assert settings(PretrainConfig, ["gpt2-laptop"]).train.optimizer == "muon"
+    refused(capsys, ["pretrain", "gpt2-labtop"], "there is no recipe 'gpt2-labtop'; did you mean 'gpt2-laptop'?")
+
+
 def test_a_run_folder_is_a_model_unless_it_is_to_go_on(run_folder):
     words = [str(run_folder), "--task.train", "rows.csv", "--folder", "tuned"]
     assert settings(FinetuneConfig, words, "model").model == str(run_folder)

@@ -9,7 +9,7 @@ from plume.config.model import ModelConfig
 from plume.config.plan import DemoConfig, PlanConfig
 from plume.config.presets import PRESETS, preset
 from plume.config.serve import ServeConfig
-from plume.config.tables import RECIPE, build, describe, parse_overrides, read_recipe, with_overrides
+from plume.config.tables import RECIPE, build, describe, find_recipe, parse_overrides, read_recipe, with_overrides
 from plume.config.train import (
     DistillConfig,
     MaskingConfig,
@@ -48,6 +48,7 @@ __all__ = [
     "build",
     "describe",
     "did_you_mean",
+    "find_recipe",
     "parse_overrides",
     "preset",
     "read_recipe",

@@ -11,12 +11,13 @@ from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from plume.config.errors import UserError
+from plume.config.errors import UserError, did_you_mean
 from plume.config.model import ModelConfig
 from plume.config.presets import PRESETS, preset
 
 T = TypeVar("T")
 RECIPE = "recipe.toml"  # in a run folder: every setting, as run
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"  # that Plume brings along
 
 
 def build(kind: type[T], table: Mapping[str, Any], *, origin: str = "") -> T:
@@ -87,6 +88,22 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise UserError(f"there is no recipe {path}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not TOML: {error}") from None
+
+
+def find_recipe(name: str) -> tuple[dict[str, Any], str]:
+    """A recipe by its file, its run folder or its name, and where it was found. A run's folder is where it lies now."""
+    path = Path(name)
+    if path.suffix == ".toml":
+        return read_recipe(path), str(path)
+    if (path / RECIPE).is_file():
+        return read_recipe(path / RECIPE) | {"folder": str(path)}, str(path / RECIPE)
+    known = {file.stem: file for file in sorted(RECIPES.glob("*.toml"))}
+    if name not in known:
+        raise UserError(
+            f"there is no recipe {name!r}{did_you_mean(name, known)}; a recipe is a .toml file, a run folder "
+            f"or one of {', '.join(known)}"
+        )
+    return read_recipe(known[name]), name
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
