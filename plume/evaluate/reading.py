@@ -125,11 +125,13 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def batches(sizes: Sequence[int], budget: int) -> Iterator[list[int]]:
-    """Numbers of bundles, longest first, in batches of at most `budget` tokens."""
+    """Numbers of bundles, longest first, in batches of at most `budget` tokens that are about equally large."""
+    total = sum(sizes)
+    enough = total / max(1, -(-total // budget))
     batch: list[int] = []
     held = 0
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        if batch and held + sizes[i] > budget:
+        if batch and (held >= enough or held + sizes[i] > budget):
             yield batch
             batch, held = [], 0
         batch.append(i)
