@@ -14,7 +14,7 @@ from plume.config import ServeConfig, UserError
 from plume.generate.lm import LM
 from plume.serve.models import Origin, engine_settings
 from plume.text import load_tokenizer
-from plume.train.runs import METRICS, RECIPE, SAMPLES, read_metrics, read_run
+from plume.train.runs import RECIPE, SAMPLES, metrics_file, read_metrics, read_run
 from plume.weights import load_model
 
 QUIET = 300.0  # seconds without a line after which an unfinished run counts as stopped
@@ -43,7 +43,7 @@ class Runs:
             info = read_run(folder)
         except (UserError, ValueError, OSError):
             return {"name": name, "step": None, "running": False, "age": 1e9, "restarts": 0}
-        file = folder / METRICS
+        file = metrics_file(folder)
         age = time.time() - file.stat().st_mtime if file.is_file() else 1e9
         last, restarts = self._seen.get(name, (0, 0))
         restarts += info.step < last

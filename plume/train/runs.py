@@ -37,9 +37,15 @@ class RunInfo:
         return {**asdict(self), "folder": str(self.folder)}
 
 
+def metrics_file(folder: Path) -> Path:
+    """The run's own figures; of a run with several seeds, those of the one that was trained last."""
+    seeds = [path for path in folder.glob(f"seed-*/{METRICS}") if not (folder / METRICS).is_file()]
+    return max(seeds, key=lambda path: path.stat().st_mtime, default=folder / METRICS)
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Every whole line; a torn last one, left by a crash, is none."""
-    path = folder / METRICS
+    path = metrics_file(folder)
     rows: list[dict[str, Any]] = []
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

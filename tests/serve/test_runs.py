@@ -1,5 +1,7 @@
 """Checkpoints of a run as models: the weights of that step, opened when somebody asks, a few at a time."""
 
+import json
+import os
 from dataclasses import replace
 
 import httpx
@@ -11,7 +13,7 @@ from conftest import run_server
 from plume.generate.lm import load
 from plume.serve import models as serving
 from plume.serve.run import with_runs
-from plume.serve.runs import Runs
+from plume.serve.runs import Runs, curve
 from plume.train.checkpoint import Checkpoints
 from plume.train.ranks import Ranks
 from plume.train.runs import write_recipe
@@ -67,6 +69,20 @@ def test_folders_that_are_no_runs_are_not_shown(tmp_path):
     assert [row["name"] for row in runs.listing()] == ["broken"]
     assert runs.checkpoints() == {}
     assert Runs(None).listing() == [] and Runs(tmp_path / "nowhere").folders() == {}
+
+
+def test_a_run_of_several_seeds_shows_the_last_one(tmp_path):
+    (tmp_path / "tuned").mkdir()
+    write_recipe(tmp_path / "tuned", {"model": "runs/base"})
+    for seed, steps in ((0, 3), (1, 2)):
+        folder = tmp_path / "tuned" / f"seed-{seed}"
+        folder.mkdir()
+        rows = [{"step": step, "loss": 1.0 / step} for step in range(1, steps + 1)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        os.utime(folder / "metrics.jsonl", (1000 + seed, 1000 + seed))
+    assert [row["step"] for row in curve(tmp_path / "tuned")] == [1, 2]
+    (about,) = Runs(tmp_path).listing()
+    assert (about["name"], about["step"], about["loss"]) == ("tuned", 2, 0.5)
 
 
 def test_a_run_that_goes_back_is_seen_as_restarted(runs_folder):

@@ -330,7 +330,7 @@ export function curves({ lines, width, height = 150, log = false, title, on, lab
         down = false;
         return;
       }
-      path += `${down ? 'L' : 'M'}${X(x).toFixed(1)} ${Y(v).toFixed(1)}`;
+      path += `${down ? 'L' : 'M'}${X(x).toFixed(1)} ${Y(v).toFixed(1)}${down ? '' : 'h0'}`; // a point alone is a dot
       down = true;
     });
     svg.append(s('path', { class: `curve ${line.kind}`, d: path }));
