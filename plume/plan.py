@@ -222,10 +222,7 @@ def plan_ranks(config: PlanConfig, whole: Plan) -> RankPlan:
     tokens = config.batch * sequence * replicas * config.accumulate
     compute = tokens * whole.flops_per_token_training / (ranks * hardware.teraflops * 1e12 * hardware.reached)
     compute *= 4 / 3 if config.activation_checkpointing else 1
-    inside = tensor <= config.per_node
-    slow = sent["weights"] + sent["gradients"]
-    seconds = slow / (1e9 * (config.link_gb if ranks <= config.per_node else config.network_gb))
-    seconds += sent["activations"] / (1e9 * (config.link_gb if inside else config.network_gb))
+    seconds = send_seconds(config, sent)
     run = max(compute, seconds) * config.tokens / tokens
     total = 4 * resident + gathered + activations
     return RankPlan(
@@ -244,6 +241,16 @@ def plan_ranks(config: PlanConfig, whole: Plan) -> RankPlan:
         run_dollars=run / 3600 * hardware.dollars_per_hour * ranks,
         fits=total <= hardware.memory_gb * 1e9,
     )
+
+
+def send_seconds(config: PlanConfig, sent: dict[str, int]) -> float:
+    """Over the fast links where all who exchange something sit in one machine, else over the network."""
+
+    def per_second(ranks: int) -> float:
+        return 1e9 * (config.link_gb if ranks <= config.per_node else config.network_gb)
+
+    slow = sent["weights"] + sent["gradients"]
+    return slow / per_second(config.ranks) + sent["activations"] / per_second(config.tensor_parallel)
 
 
 def split_counts(config: ModelConfig, by_tensor: dict[str, int]) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from plume.config.errors import UserError
+from plume.config.errors import UserError, below_one, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,9 +28,7 @@ class TokenizerConfig:
     max_memory_mb: int = 1024  # word counts beyond this spill to disk
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "min_count", "max_memory_mb"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        refuse(below_one(self, "vocab_size", "min_count", "max_memory_mb"))
 
 
 @dataclass(frozen=True, kw_only=True)

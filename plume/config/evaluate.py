@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from plume.config.data import STANDARD_LIBRARY, DataConfig
-from plume.config.errors import UserError
+from plume.config.errors import UserError, below_one, refuse
 from plume.config.model import ModelConfig
 from plume.config.train import ObjectiveConfig, TrainConfig
 
@@ -44,9 +44,7 @@ class EvaluateConfig:
             raise UserError("tasks is empty; name one, for example lambada, or a file")
         if not self.seeds:
             raise UserError("seeds is empty; give one, for example 1234")
-        for name in ("limit", "stride", "batch_tokens"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1, or unset")
+        refuse(below_one(self, "limit", "stride", "batch_tokens"))
         if self.shots < 0 or self.ngram < 1:
             raise UserError(f"shots={self.shots} cannot be negative and ngram={self.ngram} must be at least 1")
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from plume.config.errors import UserError
+from plume.config.errors import UserError, below_one, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,24 +106,23 @@ class FinetuneConfig:
     overwrite: bool = False  # replace a run that is there
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={value} must be at least 1"
-            for name in ("batch", "micro_batch", "validate_every", "patience", "seeds", "beams", "answer_length")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from below_one(
+            self, "batch", "micro_batch", "validate_every", "patience", "seeds", "beams", "answer_length"
+        )
         if not self.epochs > 0:
-            problems.append(f"epochs={self.epochs} must be above 0, for example 3")
+            yield f"epochs={self.epochs} must be above 0, for example 3"
         if self.lr is not None and not self.lr > 0:
-            problems.append(f"lr={self.lr} must be above 0, for example 5e-5")
+            yield f"lr={self.lr} must be above 0, for example 5e-5"
         if self.warmup is not None and not 0.0 <= self.warmup <= 1.0:
-            problems.append(f"warmup={self.warmup} is a share of the steps, between 0 and 1, for example 0.1")
+            yield f"warmup={self.warmup} is a share of the steps, between 0 and 1, for example 0.1"
         for name in ("dropout", "classifier_dropout", "label_smoothing"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < 1.0:
-                problems.append(f"{name}={value} must be at least 0 and below 1, for example 0.1")
+                yield f"{name}={value} must be at least 0 and below 1, for example 0.1"
         if self.auxiliary is not None and self.auxiliary < 0:
-            problems.append(f"auxiliary={self.auxiliary} cannot be negative; 0 turns it off")
+            yield f"auxiliary={self.auxiliary} cannot be negative; 0 turns it off"
         if not self.temperature > 0:
-            problems.append(f"temperature={self.temperature} must be above 0, for example 0.05")
-        if problems:
-            raise UserError("; ".join(problems))
+            yield f"temperature={self.temperature} must be above 0, for example 0.05"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from plume.config.errors import UserError
+from plume.config.errors import UserError, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +43,7 @@ class SamplingConfig:
     speculate_tokens: int = 6  # how many tokens are guessed at once
 
     def __post_init__(self) -> None:
-        problems = [sentence for wrong, sentence in self._checks() if wrong]
-        if problems:
-            raise UserError("; ".join(problems))
+        refuse(sentence for wrong, sentence in self._checks() if wrong)
 
     def _checks(self) -> Iterator[tuple[bool, str]]:
         limit, t = self.max_new_tokens, self.temperature

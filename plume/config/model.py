@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from plume.config.errors import UserError
+from plume.config.errors import UserError, below_one, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,7 @@ class ModelConfig:
     vocab_multiple: int = 1  # rows of the token table are padded up to a multiple of this
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context", "layers", "heads", "width", "vocab_multiple"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        refuse(below_one(self, "vocab_size", "context", "layers", "heads", "width", "vocab_multiple"))
         if self.hidden is not None and self.hidden < 1:
             raise UserError(f"hidden={self.hidden} must be at least 1, or unset for {4 * self.width}")
         if self.width % self.heads:

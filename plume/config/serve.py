@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from plume.config.errors import UserError
+from plume.config.errors import below_one, refuse
 from plume.config.generate import EngineConfig
 
 
@@ -30,23 +31,18 @@ class ServeConfig:
     access_log: Path | None = None  # JSON lines; unset means the standard error
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={getattr(self, name)} must be at least 1"
-            for name in ("batch", "queue", "max_tokens", "max_body")
-            if getattr(self, name) < 1
-        ]
-        problems += [
-            f"{name}={getattr(self, name)} must be more than 0, for example {usual}"
-            for name, usual in (("timeout", 120), ("drain", 30))
-            if getattr(self, name) <= 0
-        ]
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from below_one(self, "batch", "queue", "max_tokens", "max_body")
+        for name, usual in (("timeout", 120), ("drain", 30)):
+            if getattr(self, name) <= 0:
+                yield f"{name}={getattr(self, name)} must be more than 0, for example {usual}"
         if not 0 <= self.port < 65536:
-            problems.append(f"port={self.port} must lie between 0 (any free one) and 65535, for example 8000")
+            yield f"port={self.port} must lie between 0 (any free one) and 65535, for example 8000"
         if self.rate < 0:
-            problems.append(f"rate={self.rate} cannot be negative; 0 means no limit")
+            yield f"rate={self.rate} cannot be negative; 0 means no limit"
         if wrong := [key for key in self.keys if not re.fullmatch(r"[0-9a-f]{64}", key)]:
-            problems.append(f"keys: {wrong[0][:12]!r} is not a sha256; `plume serve --new-key` makes one with its key")
+            yield f"keys: {wrong[0][:12]!r} is not a sha256; `plume serve --new-key` makes one with its key"
         if not self.keys and self.host not in ("127.0.0.1", "localhost", "::1"):
-            problems.append(f"host={self.host} is open to others, so it needs keys; `plume serve --new-key` makes one")
-        if problems:
-            raise UserError("; ".join(problems))
+            yield f"host={self.host} is open to others, so it needs keys; `plume serve --new-key` makes one"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from plume.config.data import STANDARD_LIBRARY, DataConfig
-from plume.config.errors import UserError
+from plume.config.errors import UserError, below_one, refuse
 from plume.config.model import ModelConfig
 from plume.config.tables import RECIPE, read_recipe
 
@@ -64,46 +65,31 @@ class TrainConfig:
     wandb: bool = False
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name}={value} must be at least 1"
-            for name in ("steps", "batch", "log_every", "keep_last", "tensor_parallel", "validation_rows")
-            if (value := getattr(self, name)) < 1
-        ]
-        problems += [
-            f"{name}={value} must be at least 1, or unset"
-            for name in ("micro_batch", "batch_start", "validate_every", "checkpoint_every", "sample_every")
-            if (value := getattr(self, name)) is not None and value < 1
-        ]
-        problems += [
-            f"{name}={getattr(self, name)} must be at least 0 and below 1, for example {example}"
-            for name, example in (("beta1", 0.9), ("beta2", 0.95), ("muon_momentum", 0.95), ("label_smoothing", 0.1))
-            if not 0.0 <= getattr(self, name) < 1.0
-        ]
-        problems += [
-            f"{name}={getattr(self, name)} must be above 0, for example {example}"
-            for name, example in (("lr", 6e-4), ("muon_lr", 0.02), ("eps", 1e-8))
-            if not getattr(self, name) > 0
-        ]
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from below_one(self, "steps", "batch", "log_every", "keep_last", "tensor_parallel", "validation_rows")
+        yield from below_one(self, "micro_batch", "batch_start", "validate_every", "checkpoint_every", "sample_every")
+        for name, example in (("beta1", 0.9), ("beta2", 0.95), ("muon_momentum", 0.95), ("label_smoothing", 0.1)):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                yield f"{name}={getattr(self, name)} must be at least 0 and below 1, for example {example}"
+        for name, example in (("lr", 6e-4), ("muon_lr", 0.02), ("eps", 1e-8)):
+            if not getattr(self, name) > 0:
+                yield f"{name}={getattr(self, name)} must be above 0, for example {example}"
         if self.clip is not None and not self.clip > 0:
-            problems.append(f"clip={self.clip} must be above 0, for example 1.0, or unset")
+            yield f"clip={self.clip} must be above 0, for example 1.0, or unset"
         if self.warmup < 0:
-            problems.append(f"warmup={self.warmup} cannot be negative; 0 means none")
+            yield f"warmup={self.warmup} cannot be negative; 0 means none"
         if not 0.0 <= self.final_lr <= 1.0 or not 0.0 < self.cooldown <= 1.0:
-            problems.append(f"final_lr={self.final_lr} and cooldown={self.cooldown} are shares between 0 and 1")
+            yield f"final_lr={self.final_lr} and cooldown={self.cooldown} are shares between 0 and 1"
         if not 1 <= self.muon_iterations <= 5:
-            problems.append(f"muon_iterations={self.muon_iterations} must lie between 1 and 5")
+            yield f"muon_iterations={self.muon_iterations} must lie between 1 and 5"
         if self.batch_start is not None and not self.batch_start <= self.batch:
-            problems.append(f"batch_start={self.batch_start} must be at most batch={self.batch}")
+            yield f"batch_start={self.batch_start} must be at most batch={self.batch}"
         if self.batch_start is not None and self.ramp_steps < 1:
-            problems.append(
-                f"ramp_steps={self.ramp_steps} must be at least 1 when the batch grows from {self.batch_start}"
-            )
+            yield f"ramp_steps={self.ramp_steps} must be at least 1 when the batch grows from {self.batch_start}"
         if not 1 <= self.average <= self.keep_last or (self.average > 1 and self.keep_best):
-            problems.append(
-                f"average={self.average} needs keep_last={self.average} or more, and keep_best=false when it is above 1"
-            )
-        if problems:
-            raise UserError("; ".join(problems))
+            yield f"average={self.average} needs keep_last={self.average} or more, and keep_best=false above 1"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,35 +95,16 @@ def finish(
     dtype = token_dtype(tokenizer.vocab_size)
     shutil.rmtree(work / "done", ignore_errors=True)
     (work / "done").mkdir()
-    sizes = [mapped(work / f"{p.number:05}.goes_on", "|b1").size for p in pieces]
-    kept = np.split(~dropped, np.cumsum(sizes)[:-1])
-    sources = sorted({p.source for p in pieces})
-    works = {
-        source: Work(
-            work,
-            [p for p in pieces if p.source == source],
-            [k for p, k in zip(pieces, kept, strict=True) if p.source == source],
-            dtype,
-            pairs,
-        )
-        for source in sources
-    }
+    works = works_of(work, pieces, dropped, dtype, pairs)
     by_hash = config.split == "hash"
     if config.split is None:
-        by_hash = sum(w.documents() for w in works.values()) >= FEW_DOCUMENTS
+        by_hash = sum(w.documents() for w in works) >= FEW_DOCUMENTS
     shards: dict[Split, list[Shard]] = {"train": [], "validation": []}
-    for part in works.values():
+    for part in works:
         chosen = split_by_hash(part, config.validation) if by_hash else split_by_place(part, config.validation)
         for split, shard in copy(chosen, work / "done", dtype, separator):
             shards[split].append(shard)
-    if not shards["train"]:
-        raise UserError(
-            f"validation={config.validation} leaves nothing to train on; a smaller share, such as 0.01, would"
-        )
-    for source, weight in enumerate(config.weights):
-        if weight > 0 and not any(s.source == source for s in shards["train"]):
-            lost = f"{config.paths[source]} has weight {weight} but no document is left of it"
-            raise UserError(f"{lost}; a weight of 0 would leave it out")
+    check_something_left(config, shards["train"])
     return Manifest(
         format=FORMAT,
         tokenizer=tokenizer.hash,
@@ -137,6 +118,28 @@ def finish(
         train=tuple(shards["train"]),
         validation=tuple(shards["validation"]),
     )
+
+
+def works_of(folder: Path, pieces: list[Piece], dropped: Mask, dtype: str, pairs: bool) -> list[Work]:
+    """What there is of each source, in their order."""
+    sizes = [mapped(folder / f"{p.number:05}.goes_on", "|b1").size for p in pieces]
+    kept = np.split(~dropped, np.cumsum(sizes)[:-1])
+    works = []
+    for source in sorted({p.source for p in pieces}):
+        mine = [(p, k) for p, k in zip(pieces, kept, strict=True) if p.source == source]
+        works.append(Work(folder, [p for p, _ in mine], [k for _, k in mine], dtype, pairs))
+    return works
+
+
+def check_something_left(config: DataConfig, train: list[Shard]) -> None:
+    if not train:
+        raise UserError(
+            f"validation={config.validation} leaves nothing to train on; a smaller share, such as 0.01, would"
+        )
+    for source, weight in enumerate(config.weights):
+        if weight > 0 and not any(s.source == source for s in train):
+            lost = f"{config.paths[source]} has weight {weight} but no document is left of it"
+            raise UserError(f"{lost}; a weight of 0 would leave it out")
 
 
 def split_by_hash(work: Work, validation: float) -> Iterator[tuple[Piece, Split, Entry]]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -97,7 +98,7 @@ def in_processes(config: DataConfig, work: Path, pieces: Iterable[Piece], worker
             child.terminate()
         for child, thread in zip(children, threads, strict=True):
             thread.join()
-            with child:  # closes its pipes
+            with suppress(BrokenPipeError), child:  # closes its pipes; a dead one may leave words unread
                 pass
 
 

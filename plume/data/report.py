@@ -24,26 +24,9 @@ def make_report(
     seconds: float,
 ) -> dict[str, Any]:
     duplicates = [int(part.sum()) for part in np.split(dropped, np.cumsum([r["entries"] for r in results])[:-1])]
-    sources = []
-    for number, name in enumerate(config.paths):
-        tally, mine = Tally(), [i for i, p in enumerate(pieces) if p.source == number]
-        for i in mine:
-            tally.merge(Tally.of(results[i]["left_out"]))
-        for i in mine:
-            if duplicates[i]:
-                tally.counts["duplicate"] += duplicates[i]
-                tally.first.setdefault("duplicate", pieces[i].parts[0].path)
-        sources.append(
-            {
-                "name": name,
-                "megabytes": round(sum(pieces[i].size for i in mine) / 1e6, 3),
-                "read": sum(results[i].get("read", 0) for i in mine),
-                "kept": sum(results[i]["entries"] - duplicates[i] for i in mine),
-                "tokens": sum(s.tokens for s in manifest.train if s.source == number),
-                "validation_tokens": sum(s.tokens for s in manifest.validation if s.source == number),
-                "left_out": tally.plain(),
-            }
-        )
+    sources = [
+        describe_source(number, name, pieces, results, duplicates, manifest) for number, name in enumerate(config.paths)
+    ]
     add_shares(sources, config)
     megabytes = sum(s["megabytes"] for s in sources)
     return {
@@ -57,6 +40,32 @@ def make_report(
         "seconds": round(seconds, 2),
         "megabytes_per_second": round(megabytes / seconds, 2),
         "sources": sources,
+    }
+
+
+def describe_source(
+    number: int,
+    name: str,
+    pieces: list[Piece],
+    results: list[dict[str, Any]],
+    duplicates: list[int],
+    manifest: Manifest,
+) -> dict[str, Any]:
+    tally, mine = Tally(), [i for i, p in enumerate(pieces) if p.source == number]
+    for i in mine:
+        tally.merge(Tally.of(results[i]["left_out"]))
+    for i in mine:
+        if duplicates[i]:
+            tally.counts["duplicate"] += duplicates[i]
+            tally.first.setdefault("duplicate", pieces[i].parts[0].path)
+    return {
+        "name": name,
+        "megabytes": round(sum(pieces[i].size for i in mine) / 1e6, 3),
+        "read": sum(results[i].get("read", 0) for i in mine),
+        "kept": sum(results[i]["entries"] - duplicates[i] for i in mine),
+        "tokens": sum(s.tokens for s in manifest.train if s.source == number),
+        "validation_tokens": sum(s.tokens for s in manifest.validation if s.source == number),
+        "left_out": tally.plain(),
     }
 
 

@@ -244,26 +244,36 @@ def save_adapter(model: Model, config: AdaptConfig, folder: Path, *, base: str) 
     """
     from safetensors.torch import save_file
 
-    family = family_of(model.config)
-    prefix = "base_model.model."
-    modules = dict(model.named_modules())
-    tensors: dict[str, Tensor] = {}
-    ranks, alphas, targets = dict[str, int](), dict[str, float](), list[str]()
+    tensors, ranks = adapter_tensors(model)
+    with aside(folder) as new:
+        write_json(new / "adapter_config.json", adapter_config(model, config, base, ranks))
+        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, new / "adapter_model.safetensors")
+    return folder
+
+
+def adapter_tensors(model: Model) -> tuple[dict[str, Tensor], dict[str, int]]:
+    """Tensors under peft's names, and the rank of each matrix that has a pair."""
+    family, modules, prefix = family_of(model.config), dict(model.named_modules()), "base_model.model."
+    tensors, ranks = dict[str, Tensor](), dict[str, int]()
     for rule in rules_for(family, model.config, model.kind, family.prefix):
         parts = [part.removesuffix(".weight") for part in rule.parts()]
         if rule.ours.endswith(".weight") and any(isinstance(modules.get(part), LowRank) for part in parts):
             name = rule.theirs.removesuffix(".weight")
             down, up = joined([modules[part] for part in parts])
             tensors[f"{prefix}{name}.lora_A.weight"], tensors[f"{prefix}{name}.lora_B.weight"] = down, up
-            targets.append(name)
-            if len(down) != config.rank:
-                ranks[name], alphas[name] = len(down), config.alpha * len(down) / config.rank
+            ranks[name] = len(down)
         elif rule.ours.startswith("head."):
             tensors[prefix + rule.theirs] = model.state_dict()[rule.ours]
         elif rule.ours.endswith("embed.tokens.weight") and isinstance(stacks(model)[0].embed.tokens, GrownTable):
             tensors[prefix + rule.theirs] = model.table[: model.config.vocab_size].detach()
+    return tensors, ranks
+
+
+def adapter_config(model: Model, config: AdaptConfig, base: str, ranks: dict[str, int]) -> dict[str, Any]:
+    family = family_of(model.config)
+    others = {name: rank for name, rank in ranks.items() if rank != config.rank}
     heads = sorted({r.theirs.removeprefix(family.prefix).split(".")[0] for r in family.heads[model.kind][1]})
-    about: dict[str, Any] = {
+    return {
         "peft_type": "LORA",
         "task_type": {"classify": "SEQ_CLS", "similarity": "SEQ_CLS", "tag": "TOKEN_CLS", "span": "QUESTION_ANS"}.get(
             model.kind
@@ -273,17 +283,13 @@ def save_adapter(model: Model, config: AdaptConfig, folder: Path, *, base: str) 
         "lora_alpha": config.alpha,
         "lora_dropout": config.lora_dropout,
         "bias": "none",
-        "target_modules": targets,
-        "rank_pattern": ranks,
-        "alpha_pattern": alphas,
+        "target_modules": list(ranks),
+        "rank_pattern": others,
+        "alpha_pattern": {name: config.alpha * rank / config.rank for name, rank in others.items()},
         "modules_to_save": heads if heads else None,
         "fan_in_fan_out": any(rule.transposed for rule in family.body),
         "inference_mode": True,
     }
-    with aside(folder) as new:
-        write_json(new / "adapter_config.json", about)
-        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, new / "adapter_model.safetensors")
-    return folder
 
 
 def joined(parts: list[nn.Module]) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from plume.train.devices import Precision, choose_precision
 from plume.train.jobs import JobSettings, LabelJob, settings_from
 from plume.train.judge import best_null, measure, predict, sign, write_predictions
 from plume.train.labelled import Grouped
-from plume.train.loop import Task, Trainer
+from plume.train.loop import Outcome, Task, Trainer
 from plume.train.pretrain import no_trace_of_failure, open_folder
 from plume.train.ranks import Ranks, join
 from plume.train.report import describe_data, describe_run, plot_confusion, plot_curves
@@ -79,17 +80,7 @@ def run_seed(plan: Plan, seed: int, folder: Path, ranks: Ranks, precision: Preci
         history.append({"step": float(trainer.step), **found})
         return sign(plan.metric) * found[plan.metric]
 
-    shares = adapt.shares(model, config.adapt.layer_decay) if config.adapt.layer_decay < 1.0 else {}
-    task = Task(
-        model=model,
-        objective=make_objective(plan),
-        train=batches,
-        validation=HeldOut(plan.validation, min(HELD_OUT, len(plan.validation))),
-        judge=judge if plan.job.judged else None,
-        patience=config.patience,
-        share=lambda name: shares.get(name, 1.0),
-        before_step=freezer.at,
-    )
+    task = make_task(plan, model, batches, judge, freezer)
     folder.mkdir(parents=True, exist_ok=True)
     settings = train_config(plan, batches.steps, seed, causal=model.config.causal)
     trainer = Trainer(task, settings, folder, ranks, precision)
@@ -99,9 +90,34 @@ def run_seed(plan: Plan, seed: int, folder: Path, ranks: Ranks, precision: Preci
     if not outcome.finished:
         raise KeyboardInterrupt
     final = tuned_settings(plan, model.eval())
+    result = measured(plan, model, seed, outcome, history)
+    if ranks.main:
+        save_run(plan, model, final, result, folder)
+    return result
+
+
+def make_task(
+    plan: Plan, model: Model, batches: Grouped, judge: Callable[[Model], float], freezer: adapt.Freezer
+) -> Task:
+    config = plan.config
+    shares = adapt.shares(model, config.adapt.layer_decay) if config.adapt.layer_decay < 1.0 else {}
+    return Task(
+        model=model,
+        objective=make_objective(plan),
+        train=batches,
+        validation=HeldOut(plan.validation, min(HELD_OUT, len(plan.validation))),
+        judge=judge if plan.job.judged else None,
+        patience=config.patience,
+        share=lambda name: shares.get(name, 1.0),
+        before_step=freezer.at,
+    )
+
+
+def measured(plan: Plan, model: Model, seed: int, outcome: Outcome, history: list[dict[str, float]]) -> SeedResult:
+    """What the weights that were kept are worth."""
     metric = measure(plan.job, model, plan.validation, plan.data.validation)
     found = metric.results()
-    result = SeedResult(
+    return SeedResult(
         seed=seed,
         score=found[plan.metric],
         metrics=found,
@@ -111,9 +127,6 @@ def run_seed(plan: Plan, seed: int, folder: Path, ranks: Ranks, precision: Preci
         failed=not metrics.better(plan.metric, found[plan.metric], metric.baseline(plan.metric)),
         history=history,
     )
-    if ranks.main:
-        save_run(plan, model, final, result, folder)
-    return result
 
 
 def tuned_settings(plan: Plan, model: Model) -> JobSettings:

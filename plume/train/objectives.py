@@ -51,16 +51,10 @@ class ChunkedLoss(torch.autograd.Function):
                 share = share * weights[start : start + rows]
             y = y.clamp(min=0)[:, None]
             logp = logits.log_softmax(dim=1)  # (C, V)
-            losses = (smoothing - 1) * logp.gather(1, y)[:, 0]
-            if smoothing:
-                losses = losses - smoothing * logp.mean(dim=1)
-            total += losses @ share
+            total += smoothed(logp, y, smoothing) @ share
             if not any(wants):
                 continue
-            gradient = logp.exp_()  # the probabilities, in the same memory
-            if smoothing:
-                gradient.sub_(smoothing / vocab_size)
-            gradient.scatter_add_(1, y, torch.full_like(y, smoothing - 1, dtype=gradient.dtype))
+            gradient = slope(logp, y, smoothing)
             if grad_bias is not None:
                 grad_bias += share @ gradient
             gradient = gradient.to(x.dtype)
@@ -77,6 +71,20 @@ class ChunkedLoss(torch.autograd.Function):
         scaled = [None if g is None else g.mul_(upstream[0]) for g in ctx.gradients]
         ctx.gradients = None
         return (*scaled, None, None, None, None, None)
+
+
+def smoothed(logp: Tensor, y: Tensor, smoothing: float) -> Tensor:
+    """Cross-entropy of each row with its smoothed target, (C,)."""
+    losses = (smoothing - 1) * logp.gather(1, y)[:, 0]
+    return losses - smoothing * logp.mean(dim=1) if smoothing else losses
+
+
+def slope(logp: Tensor, y: Tensor, smoothing: float) -> Tensor:
+    """Its gradient by the logits, (C, V), in the memory of the log-probabilities."""
+    gradient = logp.exp_()
+    if smoothing:
+        gradient.sub_(smoothing / logp.shape[1])
+    return gradient.scatter_add_(1, y, torch.full_like(y, smoothing - 1, dtype=gradient.dtype))
 
 
 def token_loss(

@@ -85,7 +85,16 @@ def describe_run(plan: Plan, result: FinetuneResult) -> str:
         "|" + "---|" * (len(names) + 4),
         *rows,
         "",
+        *notes(plan, result),
     ]
+    pictures = ["curve.png", *(["confusion.png"] if plan.data.labels and plan.data.target == "label" else [])]
+    lines += [f"![{name}]({name})" for name in pictures if (config.folder / name).is_file()]
+    return "\n".join(lines) + "\n"
+
+
+def notes(plan: Plan, result: FinetuneResult) -> list[str]:
+    """Seeds that failed, thresholds that were chosen, and the test, where there are any."""
+    lines, settings = list[str](), plan.job.settings
     failed = [s.seed for s in result.seeds if s.failed]
     if failed:
         lines += [
@@ -93,16 +102,13 @@ def describe_run(plan: Plan, result: FinetuneResult) -> str:
             "A lower learning rate, a longer warm-up or more epochs may help.",
             "",
         ]
-    settings = plan.job.settings
     if settings.threshold is not None:
         lines += [f"Threshold of the second label, chosen on the validation rows: {settings.threshold:.4f}.", ""]
     if settings.null_threshold is not None:
         lines += [f"Threshold of no answer, chosen on the validation rows: {settings.null_threshold:.4f}.", ""]
     if result.test is not None:
         lines += ["Test: " + ", ".join(f"{name} {value:.4f}" for name, value in result.test.items()) + ".", ""]
-    pictures = ["curve.png", *(["confusion.png"] if plan.data.labels and plan.data.target == "label" else [])]
-    lines += [f"![{name}]({name})" for name in pictures if (config.folder / name).is_file()]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def plot_confusion(confusion: Any, labels: Sequence[str], file: Path) -> None:
