@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from plume.train.distill import distill as distill
     from plume.train.pretrain import pretrain as pretrain
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 _HOMES = {
     "distill": "plume.train.distill",
     "finetune": "plume.generate.translating",

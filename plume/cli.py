@@ -11,12 +11,13 @@ from typing import Annotated, Any, TypeVar
 
 import cyclopts
 
-from plume import config
+from plume import __version__, config
 from plume.config import UserError
 
 app = cyclopts.App(
     name="plume",
     help="From raw text to a pretrained, fine-tuned, measured, served and explorable language model.",
+    version=__version__,
     version_flags=["--version"],
 )
 tokenizer = cyclopts.App(name="tokenizer", help="Train a tokenizer, or look at how one cuts a text.")

@@ -94,7 +94,8 @@ def find_recipe(name: str) -> tuple[dict[str, Any], str]:
     """A recipe by its file, its run folder or its name, and where it was found. A run's folder is where it lies now."""
     path = Path(name)
     if path.suffix == ".toml":
-        return read_recipe(path), str(path)
+        ours = RECIPES.parent / path  # recipes/gpt2-laptop.toml, wherever one is
+        return read_recipe(ours if ours.is_file() and not path.exists() else path), str(path)
     if (path / RECIPE).is_file():
         return read_recipe(path / RECIPE) | {"folder": str(path)}, str(path / RECIPE)
     known = {file.stem: file for file in sorted(RECIPES.glob("*.toml"))}
