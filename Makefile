@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 EXTRAS := dev,eval,gpt1,cluster
 
-.PHONY: demo test test-slow lint types bench clean
+.PHONY: demo tour test test-slow lint types bench clean
 
 demo: $(VENV)/.plume
 	$(BIN)/plume demo
+
+# one story from a text to served models; its folder is runs/tour
+tour: $(VENV)/.all
+	$(BIN)/python tour.py
 
 # two at a time, each on one core
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
