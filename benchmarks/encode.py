@@ -63,7 +63,7 @@ def compare(label: str, tokenizer: Tokenizer, texts: list[str], rounds: int) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--characters", type=int, default=3_000_000)
+    parser.add_argument("--characters", type=int, default=10_500_000)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     lines = some_text(args.characters)
