@@ -100,13 +100,13 @@ README = (
 )
 TABLES = {  # page -> head of its table, and the sentence behind it
     "README.md": (
-        "| against | at | Plume is |",
+        "## Beside others\n\n| against | at | Plume is |",
         "Measured {dates} on {cores} cores, both sides by turns in one run: [every figure, its bar and its command]"
         "(docs/benchmarks.md).",
         "{ratio:.1f} times as fast",
     ),
     "README.zh.md": (
-        "| 对比 | 任务 | Plume 的速度 |",
+        "## 与其他工具相比\n\n| 对比 | 任务 | Plume 的速度 |",
         "{dates} 在 {cores} 核机器上测得，双方在同一次运行中轮流进行：[全部数字、目标与命令](docs/benchmarks.md)。",
         "{ratio:.1f} 倍",
     ),

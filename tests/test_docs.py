@@ -102,7 +102,19 @@ def test_every_command_of_a_page_works(page, folder):
         run(block, language, folder)
 
 
+def test_both_readmes_give_the_same_commands():
+    """So the commands of the Chinese one are run above, too."""
+    english, chinese = (
+        [
+            (language, re.sub(r"  #.*", "", block))
+            for language, block in BLOCK.findall((ROOT / name).read_text(encoding="utf-8"))
+        ]
+        for name in ("README.md", "README.zh.md")
+    )
+    assert english == chinese
+
+
 def test_pages_name_no_file_that_is_not_there():
-    for page in PAGES:
+    for page in [*PAGES, ROOT / "README.zh.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"

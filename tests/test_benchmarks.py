@@ -1,0 +1,85 @@
+"""Every benchmark runs, and the pages say what was measured and nothing else."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # benchmarks are not part of the package
+
+from benchmarks.__main__ import JOBS, RESULTS, chosen, merged, read  # noqa: E402
+from benchmarks.pages import MARKS, README, TABLES, benchmarks_page, readme_table  # noqa: E402
+from benchmarks.results import Row  # noqa: E402
+
+ABOUT = {"date": "2026-01-02", "command": "c", "machine": "m", "software": "s", "load": 0.1}
+ELSEWHERE = {"demo", "transfer.gpt", "transfer.bert"}  # `plume demo` has tests of its own; the others need real data
+
+
+def stored(job, key, figure, **more):
+    return {"job": job, **dataclasses.asdict(Row(key=key, what=key, figure=figure, at_least=2)), **ABOUT, **more}
+
+
+def test_a_bar_is_met_or_missed():
+    assert Row(key="a", what="a", figure=2.0, at_least=2).met is True
+    assert Row(key="a", what="a", figure=0.7, at_most=0.6).met is False
+    assert Row(key="a", what="a", figure=1.0).met is None
+
+
+def test_only_rows_that_were_measured_again_change():
+    old = [stored("encode", "short", 3.0), stored("encode", "long", 4.0), stored("decode", "batch 1", 1.0)]
+    rows = merged(old, [stored("encode", "long", 5.0, date="2026-03-04")])
+    assert [(row["key"], row["figure"], row["date"]) for row in rows] == [
+        ("short", 3.0, "2026-01-02"),
+        ("long", 5.0, "2026-03-04"),
+        ("batch 1", 1.0, "2026-01-02"),
+    ]
+
+
+def test_jobs_are_chosen_by_name_or_script():
+    assert chosen(["train", "serve.page"]) == ["train.characters", "train.gpt2", "serve.page"]
+    assert chosen([]) == list(JOBS)
+    with pytest.raises(SystemExit, match="no benchmark speed"):
+        chosen(["speed"])
+
+
+def test_a_missed_bar_is_shown_as_one():
+    page = benchmarks_page([stored("encode", "short", 1.5), stored("encode", "long", 2.5)])
+    assert "| short | 1.50 x | at least 2 | **missed** |" in page
+    assert "| long | 2.50 x | at least 2 | met |" in page
+
+
+def test_the_table_has_measured_lines_only():
+    line = README[0]
+    job, key = line.row.split("/")
+    table = readme_table([stored(job, key, 0.25)], "README.md")
+    assert f"| {line.peer} | {line.english} | 4.0 times as fast |" in table
+    assert table.count("times as fast") == 1 and readme_table([], "README.md") == ""
+
+
+def test_the_pages_say_what_was_measured():
+    rows = read(RESULTS)
+    for name in TABLES:
+        found = MARKS.search((ROOT / name).read_text(encoding="utf-8"))
+        assert found is not None and found[0] == found[1] + readme_table(rows, name) + found[2], (
+            f"{name} differs from the results: python -m benchmarks --readme"
+        )
+    if rows:
+        assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == benchmarks_page(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("job", [job for job in JOBS if job not in ELSEWHERE])
+def test_a_benchmark_runs(job, tmp_path):
+    file = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "benchmarks", job, "--small", "--results", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if re.search(r"^skipped: ", done.stdout, re.MULTILINE):
+        pytest.skip("needs the real data folder")
+    assert {row["job"] for row in json.loads(file.read_text(encoding="utf-8"))} == {job}
