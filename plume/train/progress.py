@@ -103,8 +103,8 @@ class Progress:
             row |= {f"validation_{name}": value for name, value in zip(self.parts, parts, strict=True)}
         row["score"] = score
         self.write(row)
-        self.best = min(self.best, score)
-        self.say(f"step {step}: validation loss {loss:.4f}{' (best)' if score == self.best else ''}")
+        better, self.best = score < self.best, min(self.best, score)  # of equals the first is kept
+        self.say(f"step {step}: validation loss {loss:.4f}{' (best)' if better else ''}")
 
     def sample(self, step: int, text: str) -> None:
         with (self.folder / SAMPLES).open("a", encoding="utf-8") as stream:

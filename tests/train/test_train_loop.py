@@ -149,6 +149,14 @@ def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert_same_weights(best, trainer)  # the run ends with the best weights
 
 
+def test_only_what_would_be_kept_is_called_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scores = iter([2.0, 1.0, 1.0, 3.0])
+    config = replace(CONFIG, validate_every=2, keep_best=True)
+    outcome = toy_trainer(tmp_path, config, judge=lambda model: next(scores)).run(resume=False)
+    called = [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if "(best)" in line]
+    assert called == ["step 2", "step 4"] and outcome.best_step == 4
+
+
 def test_patience(tmp_path: Path) -> None:
     scores = iter([3.0, 2.0, 2.5, 2.5, 2.5, 2.5])
     config = replace(CONFIG, steps=12, validate_every=2)
