@@ -57,7 +57,7 @@ class Sizes:
 
 
 LAPTOP = Sizes(
-    topics=len(topics), vocabulary=2048, model="", gpt_steps=300, bert_steps=600, student_steps=150, live_steps=400,
+    topics=len(topics), vocabulary=2048, model="", gpt_steps=120, bert_steps=300, student_steps=60, live_steps=60,
     rows=2000, tuning="", questions=100,
 )  # fmt: skip
 SMALL = Sizes(
