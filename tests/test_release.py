@@ -1,0 +1,151 @@
+"""The release: a wheel that works without the repository, extras that are locked and import."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import urllib.request
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import plume
+
+ROOT = Path(plume.__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+LOCKED = {
+    canonicalize_name(name): version
+    for name, version in re.findall(r"^([\w.-]+)==(.+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+}
+
+
+def packages(extra: str) -> list[Requirement]:
+    """What an extra asks for, extras within it opened."""
+    wanted = [Requirement(line) for line in (PROJECT["dependencies"] if extra == "core" else EXTRAS[extra])]
+    inside = [inner for r in wanted if r.name == PROJECT["name"] for name in r.extras for inner in packages(name)]
+    return [r for r in wanted if r.name != PROJECT["name"]] + inside
+
+
+@pytest.mark.parametrize("extra", ["core", *EXTRAS])
+def test_the_lock_pins_what_an_extra_asks_for(extra):
+    for package in packages(extra):
+        assert package.specifier.contains(LOCKED[canonicalize_name(package.name)]), package
+
+
+def test_the_version_has_one_place_and_a_section_of_the_changelog():
+    assert PROJECT["dynamic"] == ["version"]
+    assert f"## {plume.__version__} (" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["core", *EXTRAS])
+def test_an_extra_is_installed_as_locked_and_imports(extra):
+    modules = list[str]()
+    owners = metadata.packages_distributions()
+    for package in packages(extra):
+        name = canonicalize_name(package.name)
+        try:
+            installed = metadata.version(package.name).split("+")[0]  # torch says which build it is
+        except metadata.PackageNotFoundError:
+            if extra in ("bench", "track"):  # `make test` does without these two
+                pytest.skip(f"{package.name} is not installed")
+            raise
+        assert installed == LOCKED[name], package
+        public = [m for m, owner in owners.items() if name in map(canonicalize_name, owner) and not m.startswith("_")]
+        same = [m for m in public if canonicalize_name(m) == name]
+        modules += (same or public)[:1]
+    code = f"import {', '.join(modules)}"
+    quiet = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", code], env=quiet, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{code}\n{done.stderr}"
+
+
+class Installed:
+    """An environment with the wheel, the packages that it needs, and nothing of the repository."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bin = folder / "venv" / ("Scripts" if os.name == "nt" else "bin")
+        self.home = folder / "home"
+        self.home.mkdir()
+        self.environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+    def run(self, *words: str) -> str:
+        done = subprocess.run(
+            [str(self.bin / words[0]), *words[1:]],
+            cwd=self.home, env=self.environment, capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """Built from a copy, so that nothing is left in the repository, and from files that the wheel may not need."""
+    folder = tmp_path_factory.mktemp("release")
+    source = folder / "source"
+    shutil.copytree(ROOT / "plume", source / "plume", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    python = [sys.executable, "-m"]
+    quiet = {"check": True, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    build = [*python, "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source)]
+    subprocess.run(build, **quiet)
+    shutil.rmtree(source)
+    subprocess.run([*python, "venv", "--without-pip", str(folder / "venv")], **quiet)
+    there = Installed(folder)
+    home = there.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    # the other packages are lent; only the folder is, so that an editable install in it is not
+    Path(home, "lent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    (wheel,) = folder.glob("*.whl")
+    pip = [*python, "pip", "--python", str(there.bin / "python"), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(pip, **quiet)
+    return there
+
+
+@pytest.mark.slow
+def test_the_wheel_stands_alone(installed):
+    code = "import sys, plume; print(plume.__file__); print(*sys.path, sep='\\n')"
+    place, *path = installed.run("python", "-c", code).splitlines()
+    assert installed.folder in Path(place).parents
+    assert str(ROOT) not in path
+    assert installed.run("plume", "--version").strip() == plume.__version__
+    assert "pretrain" in installed.run("plume", "--help")
+    assert "124,439,808" in installed.run("plume", "plan", "gpt2")
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_by_a_recipes_name_and_serves_the_explorer(installed):
+    (installed.home / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    words = "--model.layers 1 --model.width 32 --model.heads 2 --model.context 32 --train.steps 3 --train.batch 2"
+    # bytes and torch: nothing has to be compiled, which takes half a minute in a fresh place
+    data = "--data.paths book.txt --data.folder data --data.tokenizer.kind bytes --data.workers 1 --folder run"
+    installed.run("plume", "pretrain", "gpt2-laptop", *words.split(), *data.split())
+    assert (installed.home / "run" / "model" / "model.safetensors").is_file()
+    command = [str(installed.bin / "plume"), "serve", "run", "--port", "0", "--engine.engine", "torch"]
+    with subprocess.Popen(
+        command, cwd=installed.home, env=installed.environment, stderr=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            assert server.stderr is not None
+            address = None
+            while address is None:
+                line = server.stderr.readline()
+                assert line, "the server ended"
+                address = re.search(r"http://127\.0\.0\.1:\d+", line)
+            for page, part in (("/", "<title>Plume"), ("/static/app.js", "import"), ("/static/words/zh.js", "注意力")):
+                with urllib.request.urlopen(address[0] + page, timeout=30) as answer:
+                    assert part in answer.read().decode()
+            server.send_signal(signal.SIGTERM)
+            server.stderr.read()
+            assert server.wait(timeout=60) == 0
+        finally:
+            server.kill()
