@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -13,6 +13,7 @@ import cyclopts
 
 from plume import __version__, config
 from plume.config import UserError
+from plume.config.words import settings, split
 
 app = cyclopts.App(
     name="plume",
@@ -28,35 +29,6 @@ app.command(bench)
 T = TypeVar("T")
 Words = Annotated[str, cyclopts.Parameter(show=False, allow_leading_hyphen=True)]
 Json = Annotated[bool, cyclopts.Parameter(name="--json", negative=())]
-
-
-def settings(
-    kind: type[T], words: Sequence[str], takes: str = "", *, section: str = "", start: Mapping[str, Any] | None = None
-) -> T:
-    """A config from the words behind a verb: what it takes, or a recipe; then `--section.field value` options.
-
-    What it takes fills the field of that name. Of a recipe, `section` is used if it has one. A run folder stands for
-    its recipe where the run is to go on, or where nothing else can be meant.
-    """
-    leading, options = split(words)
-    table, origin = dict(start or {}), ""
-    if takes and leading and not is_recipe(leading, options):
-        table[takes] = list(leading) if len(leading) > 1 else leading[0]
-    elif leading:
-        read, origin = config.find_recipe(leading[0])
-        table |= read.get(section, read)
-    table = config.with_overrides(table, config.parse_overrides(options))
-    return config.build(kind, table, origin=origin)
-
-
-def is_recipe(leading: Sequence[str], options: Sequence[str]) -> bool:
-    run = (Path(leading[0]) / config.RECIPE).is_file() and "--resume" in options
-    return len(leading) == 1 and (leading[0].endswith(".toml") or run)
-
-
-def split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    count = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    return words[:count], words[count:]
 
 
 @app.command

@@ -201,10 +201,7 @@ class RankPlan:
 
 def plan_ranks(config: PlanConfig, whole: Plan) -> RankPlan:
     """Memory, traffic and time of each rank in this package's own loop: states in fp32, products in 16 bits."""
-    hardware = next((h for h in HARDWARE if h.name == config.hardware), None)
-    if hardware is None:
-        known = ", ".join(h.name for h in HARDWARE)
-        raise UserError(f"hardware={config.hardware!r} is not known; known: {known}")
+    hardware = hardware_named(config.hardware)
     tensor, ranks = config.tensor_parallel, config.ranks
     if ranks % tensor or config.model.heads % tensor:
         raise UserError(f"tensor_parallel={tensor} must divide ranks={ranks} and heads={config.model.heads}")
@@ -241,6 +238,13 @@ def plan_ranks(config: PlanConfig, whole: Plan) -> RankPlan:
         run_dollars=run / 3600 * hardware.dollars_per_hour * ranks,
         fits=total <= hardware.memory_gb * 1e9,
     )
+
+
+def hardware_named(name: str) -> Hardware:
+    for hardware in HARDWARE:
+        if hardware.name == name:
+            return hardware
+    raise UserError(f"hardware={name!r} is not known; known: {', '.join(h.name for h in HARDWARE)}")
 
 
 def send_seconds(config: PlanConfig, sent: dict[str, int]) -> float:

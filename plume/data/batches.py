@@ -51,11 +51,6 @@ class Batch:
             values["targets"] = self.targets[inside]
         return Batch(**values)
 
-    @property
-    def predicted(self) -> int:
-        """How many places are predicted: what a summed loss is divided by."""
-        return int((self.targets != IGNORE).sum())
-
 
 class Dataset(ABC):
     """Samples in a random order that is fixed by the seed. Sample number n is the same on any rank at any time."""

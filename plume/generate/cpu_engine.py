@@ -67,25 +67,16 @@ class CpuEngine:
     def _allocate(self) -> None:
         """All working memory, and the shape that tells the kernels where it is."""
         c, rows = self.config, self.rows
-        int8 = self.packed.precision == "int8"
         capacity = -(-self.capacity // LANES) * LANES
         head_blocks = -(-c.head_width // LANES)
-        width_stride, qkv_stride = padded(c.width) * 4 + ODD, padded(3 * c.width) * 4 + ODD
-        middle_stride, logits_stride = padded(c.mlp_width) * 4 + ODD, padded(c.vocab_size) * 4
-        codes_stride, middle_codes_stride = (padded(n) * 9 // 8 + 64 for n in (c.width, c.mlp_width))
-        scores_stride = (capacity + 4 * LANES) * 4
-        private_bytes = 2 * (width_stride + codes_stride) + 4 * scores_stride + 4 * head_blocks * LANES * 4
-        private_bytes = -(-private_bytes // 4096) * 4096 + 192
+        strides = self._strides(capacity)
+        private = 2 * (strides["width_stride"] + strides["codes_stride"])
+        private += 4 * strides["scores_stride"] + 4 * head_blocks * LANES * 4
+        private_bytes = -(-private // 4096) * 4096 + 192
         owners = self.slots * c.layers * c.heads
         sizes = {
-            "x": rows * width_stride,
-            "act": rows * width_stride,
-            "codes": rows * codes_stride,
-            "qkv": rows * qkv_stride,
-            "mixed": rows * width_stride,
-            "middle": rows * middle_stride,
-            "middle_codes": rows * middle_codes_stride,
-            "logits": rows * logits_stride,
+            **dict.fromkeys(("x", "act", "mixed"), rows * strides["width_stride"]),
+            **{name: rows * strides[f"{name}_stride"] for name in ("codes", "qkv", "middle", "middle_codes", "logits")},
             "private": self.threads * private_bytes,
             "keys": owners * capacity * c.head_width * 4,
             "values": owners * capacity * head_blocks * LANES * 4,
@@ -101,19 +92,26 @@ class CpuEngine:
             band=c.band,
             post_norm=int(c.norm == "post"),
             activation={"gelu_tanh": GELU_TANH, "gelu": GELU, "relu": RELU}[c.activation],
-            int8=int(int8),
+            int8=int(self.packed.precision == "int8"),
             capacity=capacity,
             threads=self.threads,
-            width_stride=width_stride,
-            qkv_stride=qkv_stride,
-            middle_stride=middle_stride,
-            codes_stride=codes_stride,
-            middle_codes_stride=middle_codes_stride,
-            logits_stride=logits_stride,
-            scores_stride=scores_stride,
             private_bytes=private_bytes,
+            **strides,
             **{name: block.ctypes.data for name, block in self._memory.items()},
         )
+
+    def _strides(self, capacity: int) -> dict[str, int]:
+        """Bytes from one row of the working memory to the next, by its name in the shape."""
+        c = self.config
+        return {
+            "width_stride": padded(c.width) * 4 + ODD,
+            "qkv_stride": padded(3 * c.width) * 4 + ODD,
+            "middle_stride": padded(c.mlp_width) * 4 + ODD,
+            "codes_stride": padded(c.width) * 9 // 8 + 64,
+            "middle_codes_stride": padded(c.mlp_width) * 9 // 8 + 64,
+            "logits_stride": padded(c.vocab_size) * 4,
+            "scores_stride": (capacity + 4 * LANES) * 4,
+        }
 
     def _help(self, thread: int) -> None:
         """A helper's life: share in the steps while they come quickly, sleep when they do not."""

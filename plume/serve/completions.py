@@ -53,10 +53,11 @@ def sampling_config(asked: CompletionRequest) -> SamplingConfig:
 def check(asked: CompletionRequest, limit: int, prompts: int) -> None:
     if asked.suffix:
         raise ApiError(400, "suffix is not supported: these models write forward only", param="suffix")
-    samples = max(asked.n or 1, asked.best_of or 1)
-    if asked.best_of is not None and asked.best_of < (asked.n or 1):
+    n = 1 if asked.n is None else asked.n
+    samples = n if asked.best_of is None else max(n, asked.best_of)
+    if asked.best_of is not None and asked.best_of < n:
         raise ApiError(400, f"best_of={asked.best_of} must be at least n={asked.n}", param="best_of")
-    if asked.stream and asked.best_of is not None and asked.best_of > (asked.n or 1):
+    if asked.stream and asked.best_of is not None and asked.best_of > n:
         raise ApiError(400, "best_of cannot be streamed: the best is known only at the end", param="best_of")
     if asked.max_tokens == 0 and not asked.echo:
         raise ApiError(400, "max_tokens=0 makes sense only with echo=true", param="max_tokens")
@@ -157,7 +158,8 @@ class Completion:
     def _score(self, prompt: list[int]) -> list[Choice]:
         """What the model thought of each token of the prompt; of the first one nothing."""
         lm, choices = self.served.lm, [Choice(prompt[0])]
-        vocabulary, k = min(lm.config.vocab_size, lm.tokenizer.vocab_size), self.asked.logprobs or 0
+        vocabulary = min(lm.config.vocab_size, lm.tokenizer.vocab_size)
+        k = 0 if self.asked.logprobs is None else self.asked.logprobs
         for at in range(1, len(prompt), ROWS):
             until = min(at + ROWS, len(prompt))
             for token, row in zip(prompt[at:until], lm.runner.look(prompt[: until - 1], until - at), strict=True):

@@ -105,12 +105,6 @@ class Tokenizer:
         """A token as the vocabulary spells it."""
         return self.definition.tokens[self._checked_id(id)]
 
-    def token_id(self, token: str) -> int:
-        """The id of a token as the vocabulary spells it."""
-        if token not in self._ids:
-            raise UserError(f"the vocabulary has no token {token!r}")
-        return self._ids[token]
-
     @cached_property
     def _ids(self) -> dict[str, int]:
         return self.definition.ids()

@@ -99,9 +99,10 @@ def special_ids(family: Family, config: ModelConfig, tokenizer: Tokenizer | None
     pad = roles.get("pad", end)
     if family.positions_after_pad:
         if tokenizer is not None and pad != config.first_position - 1:
+            fits = 1 if pad is None else pad + 1
             raise UserError(
                 f"first_position={config.first_position} must be the padding token's id plus one; that id is {pad}: "
-                f"transformers counts RoBERTa's positions from there; first_position={(pad or 0) + 1} would do"
+                f"transformers counts RoBERTa's positions from there; first_position={fits} would do"
             )
         pad = config.first_position - 1
     ids = {"bos_token_id": start, "eos_token_id": end, "pad_token_id": pad}
