@@ -23,8 +23,9 @@ from benchmarks.results import Row, real, report
 from plume.config import PRESETS, EvaluateConfig, TokenizerConfig
 from plume.evaluate.progress import Progress
 from plume.evaluate.protocols import protocol_called
-from plume.evaluate.run import Run, Subject
+from plume.evaluate.run import Run
 from plume.evaluate.store import Store
+from plume.evaluate.subject import Subject
 from plume.evaluate.tasks import task_called
 from plume.evaluate.texts import split_pages
 from plume.heads import Model

@@ -10,8 +10,9 @@ from plume.evaluate.contamination import Seen, contaminated
 from plume.evaluate.progress import Progress
 from plume.evaluate.protocols import protocol_called
 from plume.evaluate.report import Report, TaskReport, write_report
-from plume.evaluate.run import Result, Run, Subject, items_name
+from plume.evaluate.run import Result, Run, items_name
 from plume.evaluate.store import Store
+from plume.evaluate.subject import Subject
 from plume.evaluate.tasks import Task, task_called
 
 

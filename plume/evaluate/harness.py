@@ -13,9 +13,10 @@ from lm_eval.api.registry import register_model
 from plume.config import EvaluateConfig, SamplingConfig, UserError
 from plume.evaluate.metrics import Metric
 from plume.evaluate.protocols import TooLong, pair, protocol_called, request
-from plume.evaluate.run import Result, Subject
+from plume.evaluate.run import Result
 from plume.evaluate.scoring import Request, windows
 from plume.evaluate.store import Store
+from plume.evaluate.subject import Subject
 
 NEW_TOKENS = 256  # of a generation task that does not say
 
@@ -64,37 +65,43 @@ class PlumeLM(HarnessLM):  # type: ignore[misc]
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         if self.subject.masked:
             raise UserError(f"{self.subject.name} is a masked model and does not write; leave this task out")
-        return [self._written(*r.args) for r in requests]
+        jobs: list[tuple[list[int], SamplingConfig]] = []
+        for prompt, options in (r.args for r in requests):
+            room = self.subject.said.model.context - self.new_tokens(options)
+            jobs.append((self.subject.tokenizer.encode(prompt)[-room:], self.sampling(options)))
+        written = self.subject.write(jobs)
+        self.tokens += sum(count for _, count in written)
+        return [text for text, _ in written]
 
-    def _written(self, prompt: str, options: dict[str, Any]) -> str:
-        lm = self.subject.writer
+    def new_tokens(self, options: dict[str, Any]) -> int:
+        limit, context = int(options.get("max_gen_toks", NEW_TOKENS)), self.subject.said.model.context
+        if limit >= context:
+            raise UserError(f"{limit} new tokens do not fit into a context of {context}")
+        return limit
+
+    def sampling(self, options: dict[str, Any]) -> SamplingConfig:
         until = options.get("until", ())
-        limit = int(options.get("max_gen_toks", NEW_TOKENS))
-        room = lm.config.context - limit
-        if room < 1:
-            raise UserError(f"{limit} new tokens do not fit into a context of {lm.config.context}")
-        sampling = SamplingConfig(
-            max_new_tokens=limit,
+        return SamplingConfig(
+            max_new_tokens=self.new_tokens(options),
             temperature=float(options.get("temperature", 0.0)) if options.get("do_sample") else 0.0,
             top_k=None,
             stop=tuple(s for s in ([until] if isinstance(until, str) else until) if s),
             seed=0,
         )
-        written = lm.generate_batch([lm.tokenizer.encode(prompt)[-room:]], sampling)[0]
-        self.tokens += len(written.tokens)
-        return written.text
 
 
 def run_harness(names: Sequence[str], subject: Subject, config: EvaluateConfig) -> list[Result]:
-    """Tasks of the harness by its own names."""
+    """Tasks of the harness by its own names, or by the files that describe one in its way."""
     from lm_eval import simple_evaluate
+    from lm_eval.tasks._yaml_loader import load_yaml
 
     results: list[Result] = []
     for name in names:
         began, model = time.monotonic(), PlumeLM(subject)
         try:
+            task = load_yaml(name) if name.endswith(".yaml") else name
             found = simple_evaluate(
-                model=model, tasks=[name], num_fewshot=config.shots if config.shots else None, limit=config.limit,
+                model=model, tasks=[task], num_fewshot=config.shots if config.shots else None, limit=config.limit,
                 fewshot_random_seed=config.seeds[0], bootstrap_iters=100, log_samples=True, verbosity="ERROR",
             )  # fmt: skip
         except UserError:

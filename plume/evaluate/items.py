@@ -68,6 +68,7 @@ class Question:
     tokens: int = 32
     top_k: int = 1  # 1 is greedy
     source: str = ""  # what an encoder-decoder translates
+    opening: str = ""  # stands before everything, also before examples
 
     @property
     def solved(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -182,6 +182,7 @@ METRICS: dict[str, Callable[[Task, Sequence[Record]], dict[str, Metric]]] = {
 
 def said_record(task: Task, said: str, answers: Sequence[str]) -> Record:
     said = said.strip() if task.sentences is None else metrics.sentences(said, task.sentences)
+    said = said.split("\n")[0] if task.people else said
     record: Record = {"said": said, "answers": list(answers)}
     measures: Mapping[str, Callable[[str, Sequence[str]], float]] = {
         "exact_match": metrics.exact_match,
@@ -189,7 +190,8 @@ def said_record(task: Task, said: str, answers: Sequence[str]) -> Record:
     }
     for name in task.measures or ("exact_match",):
         if name in measures:
-            record[name] = measures[name](said, answers)
+            measure = partial(metrics.among, measures[name]) if task.people else measures[name]
+            record[name] = measure(said, answers)
     if any(name.startswith("rouge") for name in task.measures):
         record |= metrics.rouge(said, answers)
     return record

@@ -6,7 +6,7 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +175,12 @@ def _f1(said: list[str], answer: list[str]) -> float:
         return 0.0
     precision, recall = common / len(said), common / len(answer)
     return 2 * precision * recall / (precision + recall)
+
+
+def among(measure: Callable[[str, Sequence[str]], float], said: str, answers: Sequence[str]) -> float:
+    """A measure against people's answers, the mean of leaving each out, as one of them would be measured."""
+    others = [[*answers[:n], *answers[n + 1 :]] for n in range(len(answers))] if len(answers) > 1 else [list(answers)]
+    return sum(measure(said, rest) for rest in others) / len(others)
 
 
 def bleu(said: Sequence[str], answers: Sequence[Sequence[str]]) -> Metric:

@@ -91,7 +91,7 @@ class Bundle:
         return table
 
 
-def bundled(sequences: Sequence[Sequence[int]], asked: Sequence[slice], *, width: int, most: int) -> list[Bundle]:
+def bundled(sequences: Sequence[tuple[int, ...]], asked: Sequence[slice], *, width: int, most: int) -> list[Bundle]:
     """Every sequence in a bundle. One joins its neighbour in sorted order where that saves work.
 
     It saves the matrix products of the tokens they share, and costs the attention between tokens that see nothing of
@@ -236,14 +236,12 @@ class Stack:
         parts: list[Tensor] = []
         for span in spans:
             mask = span.masks[band]
-            y = F.scaled_dot_product_attention(
-                *(
-                    side.view(span.count, -1, self.config.heads, self.config.head_width).transpose(1, 2)
-                    for side in (q[span.queries], k[span.keys], v[span.keys])
-                ),  # (B, H, queries or T, K)
-                attn_mask=mask,
-                is_causal=self.causal and mask is None,
-            )
+            asking, keys, values = (
+                side.view(span.count, -1, self.config.heads, self.config.head_width).transpose(1, 2)
+                for side in (q[span.queries], k[span.keys], v[span.keys])
+            )  # (B, H, queries or T, K)
+            causal = self.causal and mask is None
+            y = F.scaled_dot_product_attention(asking, keys, values, attn_mask=mask, is_causal=causal)
             parts.append(y.transpose(1, 2).reshape(-1, self.config.width))
         return cast(Tensor, attention.out(parts[0] if len(parts) == 1 else torch.cat(parts)))
 

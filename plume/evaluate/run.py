@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from plume.config import EvaluateConfig, SamplingConfig, UserError
+from plume.config import EvaluateConfig, UserError
 from plume.evaluate import metrics
 from plume.evaluate.items import SOLVABLE, Blank, Item, Judgement, Question
 from plume.evaluate.kinds import METRICS, RECORDS, Asked, Asker, Record, headline, said_record, with_shots
@@ -21,14 +21,11 @@ from plume.evaluate.metrics import ByPosition, Calibration, Metric
 from plume.evaluate.progress import Progress
 from plume.evaluate.protocols import Protocol, TooLong
 from plume.evaluate.reading import Score
-from plume.evaluate.scoring import MaskedScorer, Scorer, scorer_for
-from plume.evaluate.stop_words import STOP_WORDS
 from plume.evaluate.store import BLOCK, Store
+from plume.evaluate.subject import Subject, Writer
 from plume.evaluate.tasks import Source, Task, find
-from plume.generate.lm import LM
-from plume.text import load_tokenizer
-from plume.weights import load_model, model_hash, read_config, resolve
 
+WRITTEN_TOGETHER = 32  # answers that are generated, and then kept, at a time
 THRESHOLD_ITEMS = 500  # training items that a threshold is chosen on
 
 
@@ -77,57 +74,6 @@ class Result:
 def items_name(task: str, protocol: str, shots: int, seed: int) -> str:
     """Where a report keeps what it found for each item."""
     return f"items/{re.sub(r'[^A-Za-z0-9_.-]', '_', task)}.{protocol}.{shots}shot.seed{seed}.jsonl"
-
-
-class Subject:
-    """The model that is evaluated; each way of asking it is opened when first needed."""
-
-    def __init__(self, config: EvaluateConfig) -> None:
-        self.config, self.folder = config, resolve(config.model)
-        self.hash = model_hash(self.folder)
-        self.tokenizer = load_tokenizer(self.folder)
-        self.said = read_config(self.folder)
-
-    @property
-    def name(self) -> str:
-        return str(self.config.model)
-
-    @property
-    def masked(self) -> bool:
-        return not self.said.model.causal and not self.said.model.decoder_layers
-
-    @cached_property
-    def scorer(self) -> Scorer:
-        import torch
-
-        device = self.config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.config.dtype]
-        model = load_model(self.folder, device=device, dtype=dtype)
-        return scorer_for(model, self.tokenizer, batch_tokens=self.config.batch_tokens, banned=self.stop_tokens())
-
-    def stop_tokens(self) -> Iterator[int]:
-        """Tokens that are a stop word, with or without the blank before it."""
-        for token, piece in enumerate(self.tokenizer.piece_table):
-            if piece.decode(errors="replace").strip().lower() in STOP_WORDS:
-                yield token
-
-    @cached_property
-    def writer(self) -> LM:
-        from plume.generate.lm import load
-
-        device = None if self.config.device == "auto" else self.config.device
-        return load(self.folder, device=device)
-
-    @cached_property
-    def parameters(self) -> int:
-        import torch
-
-        from plume.heads import Model
-
-        with torch.device("meta"):  # shapes alone
-            return sum(p.numel() for p in Model(self.said.model, self.said.head, self.said.labels).parameters())
 
 
 class Run:
@@ -241,7 +187,7 @@ class Run:
 
     def fits(self, item: Item) -> bool:
         if isinstance(item, Question):
-            return len(self.subject.tokenizer.encode(item.prompt)) <= self.room(item)[0]
+            return not self.subject.overflows(item)
         try:
             Asker(self.task, self.protocol, self.subject.scorer, cut=False).ask(item)
         except TooLong:
@@ -254,8 +200,8 @@ class Run:
         label = self.task.name if len(self.config.seeds) == 1 else f"{self.task.name} seed {self.seed}"
         with progress.task(label, count) as advance:
             if self.task.kind in ("question", "blank"):
-                for number, item in enumerate(items):
-                    yield {"item": number, **self.written(item)}
+                for number, record in enumerate(self.written(items)):
+                    yield {"item": number, **record}
                     advance(1)
                 return
             asker = Asker(self.task, self.protocol, self.subject.scorer, cut=self.config.too_long == "truncate")
@@ -294,62 +240,23 @@ class Run:
 
     # -- writing
 
-    def written(self, item: Item) -> Record:
-        assert isinstance(item, Question | Blank)
-        key = self.store.key(b"text", repr((item, self.seed)).encode())
-        value = self.store.get(key)
-        if value is None:
-            said, tokens = self.answer(item) if isinstance(item, Question) else self.fill(item)
-            self.store.put(key, json.dumps([said, tokens]).encode())
-            self.store.fresh += 1
-        else:
-            said, tokens = json.loads(value)
-            self.store.reused += 1
-        self.tokens += tokens
-        answers = item.answers if isinstance(item, Question) else (item.answer,)
-        return {"where": item.where, **said_record(self.task, said, answers)}
-
-    def answer(self, item: Question) -> tuple[str, int]:
-        lm = self.subject.writer
-        if lm.config.decoder_layers:
-            if not item.source:
-                raise UserError(f"{self.task.name} is no translation, which is all that an encoder-decoder does")
-            written = lm.translate(item.source)
-            return written.text, len(written.tokens)
-        prompt = lm.tokenizer.encode(item.prompt)
-        room, new = self.room(item)
-        if len(prompt) > room and self.config.too_long == "refuse":
-            raise UserError(f"{item.where}: {len(prompt)} tokens and {new} new ones do not fit into the context")
-        self.cut += len(prompt) > room
-        sampling = SamplingConfig(
-            max_new_tokens=new,
-            temperature=0.0 if item.top_k == 1 else 1.0,
-            top_k=item.top_k,
-            stop=item.stop,
-            seed=self.seed,
-        )
-        written = lm.generate_batch([prompt[-room:]], sampling)[0]
-        return written.text, len(written.tokens)
-
-    def room(self, item: Question) -> tuple[int, int]:
-        """Tokens for the prompt and for the answer, which gets at most half of the context."""
-        context = self.subject.said.model.context
-        new = min(item.tokens, context // 2)
-        return context - new, new
-
-    def fill(self, item: Blank) -> tuple[str, int]:
-        """As many masks as the answer has tokens."""
-        scorer = self.subject.scorer
-        assert isinstance(scorer, MaskedScorer)
-        encode = self.subject.tokenizer.encode
-        before, gap, after = encode(item.before), encode(item.answer), encode(item.after)
-        spare = scorer.room - len(gap) - len(after)
-        if spare < 1:
-            raise UserError(f"{item.where}: {len(gap) + len(after)} tokens do not fit into the context")
-        self.cut += len(before) > spare
-        before = before[-spare:]
-        filled = scorer.fill([*before, *[scorer.mask] * len(gap), *after])
-        return self.subject.tokenizer.decode(filled[len(before) : len(before) + len(gap)]), len(gap)
+    def written(self, items: Iterable[Item]) -> Iterator[Record]:
+        """Answers in the model's own words, several at a time. What is asked twice is written once."""
+        writer = Writer(self.subject, self.task.name, self.seed, refuse=self.config.too_long == "refuse")
+        for block in batched(items, WRITTEN_TOGETHER):
+            keys = [self.store.key(b"text", repr((replace(item, where=""), self.seed)).encode()) for item in block]
+            known = {key: value for key in dict.fromkeys(keys) if (value := self.store.get(key)) is not None}
+            fresh = {key: item for key, item in zip(keys, block, strict=True) if key not in known}
+            self.cut += sum(map(writer.cuts, block))
+            for key, answer in zip(fresh, writer.answers(list(fresh.values())), strict=True):
+                known[key] = json.dumps(answer).encode()
+                self.store.put(key, known[key])
+            self.store.fresh += len(fresh)
+            self.store.reused += len(block) - len(fresh)
+            for key, item in zip(keys, block, strict=True):
+                said, tokens = json.loads(known[key])
+                self.tokens += tokens
+                yield {"where": item.where, **said_record(self.task, said, answers_of(item))}
 
     # -- judging
 
@@ -369,6 +276,17 @@ class Run:
             self.notes.append(f"threshold {threshold:.4f}: the best for the first {len(seen)} training items")
         for record in records:
             record["said"] = record["mean"] > threshold
+
+
+def batched(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
+    source = iter(items)
+    while block := list(islice(source, count)):
+        yield block
+
+
+def answers_of(item: Item) -> tuple[str, ...]:
+    assert isinstance(item, Question | Blank)
+    return item.answers if isinstance(item, Question) else (item.answer,)
 
 
 def blocks(asked: Iterable[Asked]) -> Iterator[list[Asked]]:

@@ -280,30 +280,46 @@ def summary(row: Row, protocol: Protocol) -> Iterator[Question]:
     yield Question(where=row.where, prompt=prompt, answers=(highlights,), stop=(), tokens=100, top_k=2)
 
 
-def open_question(row: Row, protocol: Protocol) -> Iterator[Question]:
+def open_question(row: Row, protocol: Protocol, *, words: tuple[str, str], opening: str) -> Iterator[Question]:
+    """A question out of nothing; `words` and `opening` are the harness's."""
     answers = row["answer"] if "answer" in row else row["answers"]
     if isinstance(answers, Mapping):  # TriviaQA
         answers = [answers.get("value"), *answers.get("aliases", ())]
     accepted = (answers,) if isinstance(answers, str) else tuple(dict.fromkeys(answers))
-    yield Question(where=row.where, prompt=f"Q: {row.text('question')}\nA:", answers=accepted)
+    question = row.text("question")
+    if protocol.name == "harness":
+        prompt, stop = f"{words[0]}: {question}?\n{words[1]}:", ("\n", ".", ",")
+        yield Question(where=row.where, prompt=prompt, answers=accepted, stop=stop, opening=opening)
+        return
+    question = question[:1].upper() + question[1:].removesuffix("?")
+    between = "\n\n" if protocol.name == "gpt3-paper" else "\n"
+    yield Question(where=row.where, prompt=f"Q: {question}?{between}A:", answers=accepted)
 
 
 def squad(row: Row, protocol: Protocol) -> Iterator[Question]:
     answers = row["answers"]
     texts = tuple(dict.fromkeys(answers["text"] if isinstance(answers, Mapping) else [a["text"] for a in answers]))
-    title, context = str(row["title"]).replace("_", " "), row.text("context")
+    title, context = row.text("title"), row.text("context")
     prompt = f"Title: {title}\n\nBackground: {context}\n\nQ: {row.text('question')}\n\nA:"
     yield Question(where=row.where, prompt=prompt, answers=texts)
 
 
 def coqa(row: Row, protocol: Protocol) -> Iterator[Item]:
-    """Every turn of a conversation, the true answers standing before it."""
-    talk, questions, answers = row.text("story") + "\n\n", row["questions"], row["answers"]
-    asked = questions["input_text"] if isinstance(questions, Mapping) else [q["input_text"] for q in questions]
-    said = answers["input_text"] if isinstance(answers, Mapping) else [a["input_text"] for a in answers]
-    if len(asked) != len(said):
+    """Every turn of a conversation, the true answers standing before it; the harness asks the last one alone."""
+    talk, asked, said = row.text("story") + "\n\n", turns(row["questions"]), turns(row["answers"])
+    others = [turns(more) for more in (row.get("additional_answers") or {}).values()]
+    if any(len(column) != len(asked) for column in (said, *others)):
         raise UserError(f"{row.where}: {len(asked)} questions have {len(said)} answers")
-    for question, answer in zip(asked, said, strict=True):
+    for n, question in enumerate(asked):
         talk += f"Q: {question}\n\nA:"
-        yield Question(where=row.where, prompt=talk, answers=(answer,), stop=("\nQ:",))
-        talk += f" {answer}\n\n"
+        if protocol.name != "harness" or n == len(asked) - 1:
+            answers: dict[str, str] = {}
+            for column in (said, *others):
+                answers.setdefault(column[n].lower(), column[n])
+            yield Question(where=row.where, prompt=talk, answers=tuple(answers.values()), stop=("\nQ:",))
+        talk += f" {said[n]}\n\n"
+
+
+def turns(column: Any) -> list[str]:
+    """What was said turn by turn, in the hub's form or the original one."""
+    return list(column["input_text"]) if isinstance(column, Mapping) else [turn["input_text"] for turn in column]

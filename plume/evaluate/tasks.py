@@ -60,6 +60,14 @@ def squad_file(path: Path) -> Iterator[Row]:
                 yield Row(row, f"{path} question {question['id']}")
 
 
+def coqa_file(path: Path) -> Iterator[Row]:
+    if suffix_of(path) != ".json":
+        yield from table(path)
+        return
+    for talk in json.loads(path.read_text(encoding="utf-8"))["data"]:
+        yield Row(talk, f"{path} conversation {talk['id']}")
+
+
 def book_file(path: Path) -> Iterator[Row]:
     """The Children's Book Test as it was published: twenty numbered lines, then a question, its answer, the options."""
     if suffix_of(path) != ".txt":
@@ -113,6 +121,7 @@ class Task:
     last_token: bool = False  # only the last token of the target counts
     measures: tuple[str, ...] = ()  # of generated texts
     sentences: int | None = None  # of a generated text that count
+    people: bool = False  # several people's answers: each of them stands aside once, and the first line counts
 
     @property
     def causal_only(self) -> bool:
@@ -212,12 +221,14 @@ BUILT_IN: tuple[Task, ...] = (
     ask("wmt14-fr-en", sets.translation, ("bleu", "chrf"), hub="wmt/wmt14:fr-en:test:train"),
     ask("cnn-dailymail", sets.summary, ("rouge1", "rouge2", "rougeL"), sentences=3,
         hub="abisee/cnn_dailymail:3.0.0:test:train"),
-    ask("nq", sets.open_question, ("exact_match", "f1"), hub="google-research-datasets/nq_open::validation:train"),
-    ask("triviaqa", sets.open_question, ("exact_match", "f1"),
-        hub="mandarjoshi/trivia_qa:rc.nocontext:validation:train"),
+    ask("nq", partial(sets.open_question, words=("Q", "A"), opening="Answer these questions:\n\n"),
+        ("exact_match", "f1"), hub="google-research-datasets/nq_open::validation:train"),
+    ask("triviaqa", partial(sets.open_question, words=("Question", "Answer"), opening=""),
+        ("exact_match", "f1"), hub="mandarjoshi/trivia_qa:rc.nocontext:validation:train"),
     ask("squad", sets.squad, ("f1", "exact_match"), files=("dev-v1.1.json",), train=("train-v1.1.json",),
         read=squad_file, hub="rajpurkar/squad::validation:train"),
-    ask("coqa", sets.coqa, ("f1", "exact_match"), hub="EleutherAI/coqa::validation:train"),
+    ask("coqa", sets.coqa, ("f1", "exact_match"), people=True, read=coqa_file, files=("coqa-dev-v1.0.json",),
+        train=("coqa-train-v1.0.json",), hub="EleutherAI/coqa::validation:train"),
     *(
         Task(name=f"arithmetic-{kind}", build=made.arithmetic, kind="word", metric="acc", make=partial(made.sums, kind))
         for kind in ("2d-plus", "2d-minus", "3d-plus", "3d-minus", "4d-plus", "4d-minus", "5d-plus", "5d-minus",

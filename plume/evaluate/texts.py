@@ -32,9 +32,10 @@ def plain_wikitext(text: str, *, mended: bool) -> str:
     return text.replace(" \n", "\n").replace("\n ", "\n").replace(" N ", " 1 ").replace(" 's", "'s")
 
 
-def plain_penn(text: str) -> str:
-    """Penn Treebank with its contractions and numbers closed up."""
-    for spaced, close in ((" '", "'"), (" \n", "\n"), ("\n ", "\n"), (" n't", "n't"), (" N ", " 1 ")):
+def plain_penn(text: str, *, mended: bool) -> str:
+    """Penn Treebank with its contractions and numbers closed up. Its usual code loses the blank before a number."""
+    number = " 1 " if mended else "1 "
+    for spaced, close in ((" '", "'"), (" \n", "\n"), ("\n ", "\n"), (" n't", "n't"), (" N ", number)):
         text = text.replace(spaced, close)
     return text.replace("$ 1", "$1").replace("# 1", "#1")
 
@@ -67,7 +68,7 @@ def split_pages(text: str) -> list[str]:
 
 def penn(row: Row, protocol: Protocol) -> Iterator[Passage]:
     text = row.text("text")
-    yield passage(row, plain_penn(text), text)
+    yield passage(row, plain_penn(text, mended=protocol.detokenizer == "mended"), text)
 
 
 def as_it_is(row: Row, protocol: Protocol) -> Iterator[Passage]:

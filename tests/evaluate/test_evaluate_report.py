@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -236,32 +237,63 @@ def test_evaluate_at_the_command_line(trained_folder, made, tmp_path, capsys):
     assert "tasks is empty" in capsys.readouterr().err
 
 
-def test_a_sweep_trains_each_size_once(tmp_path, capsys):
+def sweep_recipe(folder: Path, name: str, steps: int, sizes: str) -> Path:
     for n in range(30):
-        (tmp_path / f"{n}.txt").write_text(story(n, 30))
-    recipe = tmp_path / "sweep.toml"
+        (folder / f"{n}.txt").write_text(story(n, 30))
+    recipe = folder / f"{name}.toml"
     recipe.write_text(
         f"""
-        folder = "{tmp_path}/sweep"
-        sizes = ["1x16", "2x32"]
+        folder = "{folder}/{name}"
+        sizes = {sizes}
         head_width = 16
         [model]
         preset = "gpt2-laptop"
         context = 32
         [train]
-        steps = 6
+        steps = {steps}
         batch = 4
         log_every = 2
+        checkpoint_every = 10
         precision = "fp32"
         device = "cpu"
         [data]
-        paths = ["{tmp_path}/*.txt"]
-        folder = "{tmp_path}/shards"
+        paths = ["{folder}/*.txt"]
+        folder = "{folder}/{name}-shards"
         validation = 0.2
         workers = 1
         tokenizer = {{ vocab_size = 300 }}
         """
     )
+    return recipe
+
+
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
+    """A real process, killed while it trains the second size; the losses are those of a sweep that was left alone."""
+    sizes = '["1x16", "2x32", "2x48"]'
+    assert main(["sweep", str(sweep_recipe(tmp_path, "whole", 120, sizes))]) == 0
+    recipe, second = sweep_recipe(tmp_path, "killed", 120, sizes), tmp_path / "killed" / "2x32"
+    code = f"import torch; torch.set_num_threads(1); from plume.cli import main; main(['sweep', {str(recipe)!r}])"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(list((second / "checkpoints").glob("[!.]*"))) < 1:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    weights = tmp_path / "killed" / "1x16" / "model" / "model.safetensors"
+    written = weights.stat().st_mtime_ns
+    assert not (tmp_path / "killed" / "2x48").exists() and not (tmp_path / "killed" / "report.json").exists()
+    assert main(["sweep", str(recipe)]) == 0
+    assert weights.stat().st_mtime_ns == written  # what was finished is not trained again
+    whole, killed = (json.loads((tmp_path / n / "report.json").read_text())["sizes"] for n in ("whole", "killed"))
+    for one, other in zip(whole, killed, strict=True):
+        assert (one["name"], one["tokens"]) == (other["name"], other["tokens"])
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["validation"] == pytest.approx(other["validation"], rel=1e-4)
+
+
+def test_a_sweep_trains_each_size_once(tmp_path, capsys):
+    recipe = sweep_recipe(tmp_path, "sweep", 6, '["1x16", "2x32"]')
     assert main(["sweep", str(recipe)]) == 0
     report = json.loads((tmp_path / "sweep" / "report.json").read_text())
     first, second = report["sizes"]

@@ -1,0 +1,144 @@
+"""The model that is evaluated, and each way of asking it: scoring, writing on, filling in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
+
+from plume.config import EvaluateConfig, SamplingConfig, UserError
+from plume.evaluate.items import Blank, Item, Question
+from plume.evaluate.scoring import MaskedScorer, Scorer, scorer_for
+from plume.evaluate.stop_words import STOP_WORDS
+from plume.generate.lm import LM
+from plume.text import load_tokenizer
+from plume.weights import load_model, model_hash, read_config, resolve
+
+
+class Subject:
+    """The model that is evaluated; each way of asking it is opened when first needed."""
+
+    def __init__(self, config: EvaluateConfig) -> None:
+        self.config, self.folder = config, resolve(config.model)
+        self.hash = model_hash(self.folder)
+        self.tokenizer = load_tokenizer(self.folder)
+        self.said = read_config(self.folder)
+
+    @property
+    def name(self) -> str:
+        return str(self.config.model)
+
+    @property
+    def masked(self) -> bool:
+        return not self.said.model.causal and not self.said.model.decoder_layers
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        import torch
+
+        device = self.config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.config.dtype]
+        model = load_model(self.folder, device=device, dtype=dtype)
+        return scorer_for(model, self.tokenizer, batch_tokens=self.config.batch_tokens, banned=self.stop_tokens())
+
+    def stop_tokens(self) -> Iterator[int]:
+        """Tokens that are a stop word, with or without the blank before it."""
+        for token, piece in enumerate(self.tokenizer.piece_table):
+            if piece.decode(errors="replace").strip().lower() in STOP_WORDS:
+                yield token
+
+    @cached_property
+    def writer(self) -> LM:
+        from plume.generate.lm import load
+
+        device = None if self.config.device == "auto" else self.config.device
+        return load(self.folder, device=device)
+
+    def write(self, prompts: Sequence[tuple[list[int], SamplingConfig]]) -> list[tuple[str, int]]:
+        """Goes on from each prompt, those with the same settings together; the text, and how many tokens it is."""
+        found: list[tuple[str, int]] = []
+        for sampling, alike in groupby(prompts, key=lambda prompt: prompt[1]):
+            written = self.writer.generate_batch([tokens for tokens, _ in alike], sampling)
+            found += [(w.text, len(w.tokens)) for w in written]
+        return found
+
+    def room(self, item: Question) -> tuple[int, int]:
+        """Tokens for the prompt and for the answer, which gets at most half of the context."""
+        new = min(item.tokens, self.said.model.context // 2)
+        return self.said.model.context - new, new
+
+    def overflows(self, item: Question) -> bool:
+        return len(self.tokenizer.encode(item.opening + item.prompt)) > self.room(item)[0]
+
+    @cached_property
+    def parameters(self) -> int:
+        import torch
+
+        from plume.heads import Model
+
+        with torch.device("meta"):  # shapes alone
+            return sum(p.numel() for p in Model(self.said.model, self.said.head, self.said.labels).parameters())
+
+
+class Writer:
+    """Answers in the model's own words: questions together through one engine, blanks one by one."""
+
+    def __init__(self, subject: Subject, task: str, seed: int, *, refuse: bool) -> None:
+        self.subject, self.task, self.seed, self.refuse = subject, task, seed, refuse
+
+    def answers(self, items: Sequence[Item]) -> list[tuple[str, int]]:
+        """What is said to each item, and how many tokens that was."""
+        questions = [item for item in items if isinstance(item, Question)]
+        if len(questions) < len(items):
+            return [self.fill(item) for item in items]
+        if self.subject.said.model.decoder_layers:
+            return [self.translation(item) for item in questions]
+        return self.subject.write([(self.prompt(item), self.sampling(item)) for item in questions])
+
+    def cuts(self, item: Item) -> bool:
+        """Whether the item's beginning has to go."""
+        if isinstance(item, Question):
+            return not self.subject.said.model.decoder_layers and self.subject.overflows(item)
+        before, _, _, spare = self.blank(item)
+        return len(before) > spare
+
+    def sampling(self, item: Question) -> SamplingConfig:
+        return SamplingConfig(
+            max_new_tokens=self.subject.room(item)[1],
+            temperature=0.0 if item.top_k == 1 else 1.0,
+            top_k=item.top_k,
+            stop=item.stop,
+            seed=self.seed,
+        )
+
+    def prompt(self, item: Question) -> list[int]:
+        prompt, (room, new) = self.subject.tokenizer.encode(item.opening + item.prompt), self.subject.room(item)
+        if len(prompt) > room and self.refuse:
+            raise UserError(f"{item.where}: {len(prompt)} tokens and {new} new ones do not fit into the context")
+        return prompt[-room:]
+
+    def translation(self, item: Question) -> tuple[str, int]:
+        if not item.source:
+            raise UserError(f"{self.task} is no translation, which is all that an encoder-decoder does")
+        written = self.subject.writer.translate(item.source)
+        return written.text, len(written.tokens)
+
+    def blank(self, item: Item) -> tuple[list[int], list[int], list[int], int]:
+        """The tokens before, in and after the gap, and how many of those before have room."""
+        assert isinstance(item, Blank)
+        before, gap, after = map(self.subject.tokenizer.encode, (item.before, item.answer, item.after))
+        spare = self.subject.scorer.room - len(gap) - len(after)
+        if spare < 1:
+            raise UserError(f"{item.where}: {len(gap) + len(after)} tokens do not fit into the context")
+        return before, gap, after, spare
+
+    def fill(self, item: Item) -> tuple[str, int]:
+        """As many masks as the answer has tokens."""
+        scorer = self.subject.scorer
+        assert isinstance(scorer, MaskedScorer)
+        before, gap, after, spare = self.blank(item)
+        before = before[-spare:]
+        filled = scorer.fill([*before, *[scorer.mask] * len(gap), *after])
+        return self.subject.tokenizer.decode(filled[len(before) : len(before) + len(gap)]), len(gap)

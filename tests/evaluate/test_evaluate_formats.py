@@ -1,0 +1,331 @@
+"""How rows are read and asked, against the harness's own task files and the prompts that the papers print."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import transformers
+from conftest import story, write_rows
+
+from plume.config import EvaluateConfig, UserError
+from plume.evaluate import evaluate
+from plume.evaluate.items import Row
+from plume.evaluate.kinds import said_record, with_shots
+from plume.evaluate.protocols import PROTOCOLS
+from plume.evaluate.tasks import TASKS, find
+from plume.evaluate.texts import plain_penn
+from plume.text import load_tokenizer
+
+
+def built(name: str, row: dict, protocol: str):
+    return list(TASKS[name].build(Row(row, "row 1"), PROTOCOLS[protocol]))
+
+
+# ---- long texts --------------------------------------------------------------------------------------------------
+
+PENN = " no it was n't black monday \n <unk> rose N points to $ N million at N 's # N \n"
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "text", "headline"),
+    [
+        ("ptb", "ptb.test.txt", PENN * 3, "word_perplexity"),
+        ("enwik8", "enwik8", "a b " * 1_249_998 + "<page>Zürich</page>", "bits_per_byte"),
+        ("text8", "text8", "x" * 200 + " the cat went to the garden", "bits_per_character"),
+        ("1bw", "news.en.heldout-00000-of-00050", "The cat ate milk .\n\nThe dog went home .\n", "word_perplexity"),
+    ],
+)
+def test_long_texts_are_read_and_divided(trained_folder, tmp_path, task, file, text, headline):
+    """Every token's likelihood by a written-out loop; the denominators counted in the file itself."""
+    (tmp_path / task).mkdir()
+    (tmp_path / task / file).write_text(text, encoding="utf-8")
+    if task in ("enwik8", "text8"):  # the last five million bytes are the test set
+        (row,) = find(TASKS[task], "test", tmp_path).rows()
+        assert row["text"].encode() == text.encode()[-5_000_000:]
+        (tmp_path / task / file).write_text(text[-300:], encoding="utf-8")
+    result = evaluate(EvaluateConfig(model=str(trained_folder), tasks=(task,), data=tmp_path, protocol="gpt2-paper"))
+    kept = text[-300:] if task in ("enwik8", "text8") else text
+    pieces = [line for line in kept.split("\n") if line] if task == "1bw" else [kept]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(trained_folder).eval()
+    tokenizer = load_tokenizer(trained_folder)
+    total = 0.0
+    for piece in pieces:
+        plain = plain_penn(piece, mended=True) if task == "ptb" else piece
+        ids = [tokenizer.end, *tokenizer.encode(plain)]
+        for place in range(1, len(ids)):
+            begin = 0 if place <= 64 else min(64 * ((place - 1) // 64), len(ids) - 65)
+            with torch.no_grad():
+                logits = theirs(torch.tensor([ids[begin:place]])).logits[0, -1]
+            total -= logits.log_softmax(-1)[ids[place]].item()
+    units = {
+        "word_perplexity": sum(len(re.split(r"\s+", piece)) for piece in pieces),
+        "bits_per_byte": sum(len(piece.encode()) for piece in pieces),
+        "bits_per_character": sum(map(len, pieces)),
+    }
+    first = result[task].first
+    assert first.headline == headline
+    for name, count in units.items():
+        value = first.metrics[name].value
+        found = math.log(value) if name == "word_perplexity" else value * math.log(2)
+        assert found == pytest.approx(total / count, rel=1e-4)
+
+
+def test_penn_treebank_is_closed_up():
+    text = "no it was n't black monday \n <unk> rose N points to $ N million , the bank 's # N billion \n"
+    closed = "no it wasn't black monday\n<unk> rose{}1 points to $1 million , the bank's #1 billion\n"
+    assert plain_penn(text, mended=True) == closed.format(" ")
+    assert plain_penn(text, mended=False) == closed.format("")  # what the usual code makes of it
+
+
+# ---- questions ---------------------------------------------------------------------------------------------------
+
+CONVERSATION = {
+    "id": "c1",
+    "story": "A cat met a dog.",
+    "questions": {"input_text": ["Who met?", "Whom?"]},
+    "answers": {"input_text": ["a cat", "The dog"]},
+    "additional_answers": {"0": {"input_text": ["cat", "a big dog"]}, "1": {"input_text": ["Cat", "the dog"]}},
+}
+
+
+@pytest.mark.parametrize("said", ["the dog", " a dog\nand more", "big", "", "a big dog ran"])
+def test_conversations_as_in_the_harness(said, monkeypatch):
+    """Its words and its way with several people's answers; one answer is compared as SQuAD's paper says."""
+
+    def words(text: str) -> list[str]:
+        return [w for w in re.sub(r"[^a-z ]", "", text.lower()).split() if w not in ("a", "an", "the")]
+
+    def compute_f1(gold: str, pred: str) -> float:
+        same = sum((Counter(words(gold)) & Counter(words(pred))).values())
+        return 2 * same / (len(words(gold)) + len(words(pred)))
+
+    squad = ModuleType("squad_metrics")
+    squad.compute_f1, squad.compute_exact = compute_f1, lambda gold, pred: int(words(gold) == words(pred))
+    package = ModuleType("metrics")
+    package.squad_metrics = squad
+    monkeypatch.setitem(sys.modules, "transformers.data.metrics", package)
+    monkeypatch.setitem(sys.modules, "transformers.data.metrics.squad_metrics", squad)
+    from lm_eval.tasks.coqa import utils
+
+    (item,) = built("coqa", CONVERSATION, "harness")
+    assert item.prompt == utils.doc_to_text(CONVERSATION) and item.stop == ("\nQ:",)
+    assert list(item.answers) == utils.doc_to_target(CONVERSATION)
+    theirs = utils.process_results(CONVERSATION, [said])
+    record = said_record(TASKS["coqa"], said, item.answers)
+    assert (record["exact_match"], record["f1"]) == pytest.approx((theirs["em"], theirs["f1"]))
+
+
+def test_conversations_turn_by_turn_and_as_they_were_published(tmp_path):
+    first, second = built("coqa", CONVERSATION, "gpt2-paper")
+    assert first.prompt == "A cat met a dog.\n\nQ: Who met?\n\nA:" and first.answers == ("a cat", "cat")
+    assert second.prompt.startswith(first.prompt + " a cat\n\nQ: Whom?")
+    listed = {key: [{"input_text": t} for t in CONVERSATION[key]["input_text"]] for key in ("questions", "answers")}
+    more = {k: [{"input_text": t} for t in v["input_text"]] for k, v in CONVERSATION["additional_answers"].items()}
+    (tmp_path / "coqa").mkdir()
+    original = {"data": [CONVERSATION | listed | {"additional_answers": more}]}
+    (tmp_path / "coqa" / "coqa-dev-v1.0.json").write_text(json.dumps(original))
+    (row,) = find(TASKS["coqa"], "test", tmp_path).rows()
+    assert [i.prompt for i in TASKS["coqa"].build(row, PROTOCOLS["gpt2-paper"])] == [first.prompt, second.prompt]
+    short = CONVERSATION | {"answers": {"input_text": ["a cat"]}}
+    with pytest.raises(UserError, match="row 1: 2 questions have 1 answers"):
+        built("coqa", short, "harness")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("ours", "file", "row"),
+    [
+        ("nq", "nq_open/nq_open", {"question": "who wrote it", "answer": ["Ann", "Ann Lee"]}),
+        ("triviaqa", "triviaqa/default", {"question": "Who wrote it", "answer": {"value": "Ann", "aliases": ["Ann"]}}),
+    ],
+)
+def test_questions_as_in_the_harness(tmp_path, ours, file, row):
+    import lm_eval.tasks
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    rows = write_rows(tmp_path / "row.jsonl", [row])
+    config = dict(load_yaml(Path(lm_eval.tasks.__file__).parent / f"{file}.yaml"))
+    config |= {
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {"data_files": {"validation": str(rows)}},
+    }
+    task = ConfigurableTask(config=config | {"training_split": None})
+    task.build_all_requests(limit=1, rank=0, world_size=1)
+    prompt, options = task.instances[0].args
+    (item,) = built(ours, row, "harness")
+    assert item.opening + item.prompt == prompt and list(item.stop) == options["until"]
+    shown = with_shots(item, "Q: x?\nA: y\n\n")
+    assert (shown.opening + shown.prompt).startswith(item.opening + "Q: x?")
+
+
+def test_a_summary_is_measured_by_its_first_three_sentences():
+    """ROUGE written out: overlap of words and pairs of words, and the longest common run of words in order."""
+    article, highlights = "The cat ate milk. The dog slept.", "the cat drank cold milk"
+    (item,) = built("cnn-dailymail", {"article": article, "highlights": highlights}, "gpt2-paper")
+    assert item.prompt == article + "\nTL;DR:" and (item.tokens, item.top_k, item.stop) == (100, 2, ())
+    record = said_record(
+        TASKS["cnn-dailymail"], " The cat. Drank milk. Yes! And milk and cold milk again.", item.answers
+    )
+    said, wanted = ["the", "cat", "drank", "milk", "yes"], highlights.split()
+    assert record["said"] == "The cat. Drank milk. Yes!"
+
+    def f(same: int, a: int, b: int) -> float:
+        return 2 * (same / a) * (same / b) / (same / a + same / b)
+
+    pairs = [Counter(pairwise(words)) for words in (said, wanted)]
+    assert record["rouge1"] == pytest.approx(f(sum((Counter(said) & Counter(wanted)).values()), 5, 5))
+    assert record["rouge2"] == pytest.approx(f(sum((pairs[0] & pairs[1]).values()), 4, 4))
+    assert record["rougeL"] == pytest.approx(f(len(["the", "cat", "drank", "milk"]), 5, 5))
+
+
+def test_answers_written_together_are_those_written_alone(trained_folder, tmp_path):
+    """Against transformers, one prompt at a time; questions of several lengths, two of them the same."""
+    (tmp_path / "nq").mkdir()
+    questions = ["what does the cat eat", "who went to the river", "what", "what does the cat eat", story(3, 1)]
+    write_rows(tmp_path / "nq" / "test.jsonl", [{"question": q, "answer": ["milk"]} for q in questions])
+    config = EvaluateConfig(model=str(trained_folder), tasks=("nq",), data=tmp_path, out=tmp_path / "out", plots=False)
+    result = evaluate(config)["nq"].first
+    assert (result.items, result.scored, result.reused) == (5, 4, 1)
+    rows = [json.loads(line) for line in (tmp_path / "out" / result.items_file).read_text().splitlines()]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(trained_folder).eval()
+    tokenizer = load_tokenizer(trained_folder)
+    for question, row in zip(questions, rows, strict=True):
+        ids = tokenizer.encode(f"Answer these questions:\n\nQ: {question}?\nA:")[-32:]
+        new = []
+        while len(new) < 32 and not any(mark in tokenizer.decode(new) for mark in "\n.,"):
+            with torch.no_grad():
+                new.append(int(theirs(torch.tensor([ids + new])).logits[0, -1].argmax()))
+            if new[-1] == tokenizer.end:
+                break
+        assert row["said"] == re.split(r"[\n.,]", tokenizer.decode([t for t in new if t != tokenizer.end]))[0].strip()
+    again = evaluate(config)["nq"].first
+    assert (again.scored, again.reused) == (0, 5) and again.metrics == result.metrics
+
+
+# ---- the prompts that the GPT-3 paper prints ---------------------------------------------------------------------
+
+PRINTED = {
+    "lambada": ({"text": "George bought a ball, a glove, and a bat"},
+                "George bought a ball, a glove, and a ____. ->", " bat"),
+    "piqa": ({"goal": "How to apply sealant to wood.", "sol1": "Using a brush.", "sol2": "Using a drip.", "label": 0},
+             "How to apply sealant to wood.", "\nUsing a brush."),
+    "copa": ({"premise": "My body cast a shadow over the grass.", "choice1": "The sun was rising.",
+              "choice2": "The grass was cut.", "question": "cause", "label": 0},
+             "My body cast a shadow over the grass because", " the sun was rising."),
+    "boolq": ({"passage": "Normal force -- It is so.", "question": "is it equal", "answer": True},
+              "Normal force -- It is so.\nquestion: is it equal?\nanswer:", " yes"),
+    "rte": ({"sentence1": "Texas has 20 of these.", "sentence2": "Most are in Texas.", "label": 1},
+            "Texas has 20 of these.\nquestion: Most are in Texas. True or False?\nanswer:", " False"),
+    "arc-easy": ({"question": "Which one?", "choices": {"text": ["dry palms", "oil"], "label": ["A", "B"]},
+                  "answerKey": "A"}, "Question: Which one?\nAnswer:", " dry palms"),
+    "race": ({"article": "A text.", "question": "Why?", "options": ["so", "or", "if", "as"], "answer": "B"},
+             "Article:\nA text.\n\nQ: Why?\n\nA:", " or"),
+    "arithmetic-2d-plus": ({"question": "98 plus 45", "answer": "143"}, "Q: What is 98 plus 45?\n\nA:", " 143"),
+    "scramble-anagrams-1": ({"scrambled": "taefed", "word": "defeat"},
+                            "Please unscramble the letters into a word, and write that word:\ntaefed =", " defeat"),
+    "nq": ({"question": "who played tess on touched by an angel", "answer": ["Delloreese Patricia Early"]},
+           "Q: Who played tess on touched by an angel?\n\nA:", " Delloreese Patricia Early"),
+    "triviaqa": ({"question": "Which artist?", "answer": {"value": "Duchamp", "aliases": []}},
+                 "Q: Which artist?\n\nA:", " Duchamp"),
+    "squad": ({"title": "The_Blitz", "context": "From above.", "question": "How many?", "answers": {"text": ["4,000"]}},
+              "Title: The_Blitz\n\nBackground: From above.\n\nQ: How many?\n\nA:", " 4,000"),
+    "wmt14-fr-en": ({"translation": {"fr": "Oui.", "en": "Yes."}}, "Oui. =", " Yes."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_prompts_of_the_gpt3_paper(name):
+    row, context, target = PRINTED[name]
+    (item,) = built(name, row, "gpt3-paper")
+    assert item.solved == context + target
+    given = item.contexts[item.gold] if hasattr(item, "contexts") else getattr(item, "context", None) or item.prompt
+    assert given == context
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_blank_of_lambada_as_in_the_harness(tmp_path):
+    import lm_eval.tasks
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    rows = write_rows(tmp_path / "row.jsonl", [{"text": "Here is the last word"}])
+    file = Path(lm_eval.tasks.__file__).parent / "lambada_cloze/lambada_openai_cloze.yaml"
+    config = dict(load_yaml(file)) | {"dataset_path": "json", "dataset_name": None}
+    task = ConfigurableTask(config=config | {"dataset_kwargs": {"data_files": {"test": str(rows)}}})
+    task.build_all_requests(limit=1, rank=0, world_size=1)
+    (item,) = built("lambada", {"text": "Here is the last word"}, "gpt3-paper")
+    assert (item.context, item.word) == task.instances[0].args
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # the harness looks through all of its task files
+@pytest.mark.filterwarnings("ignore")
+def test_a_task_of_the_harness_end_to_end(trained_folder, made, tmp_path):
+    """The same description, run by the harness with transformers and by `harness:`."""
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.evaluator import evaluate as run
+    from lm_eval.models.huggingface import HFLM
+
+    rows = made / "lambada" / "lambada_test.jsonl"
+    task = {
+        "task": "made_words",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(rows)}},
+        "test_split": "test",
+        "output_type": "loglikelihood",
+        "doc_to_text": "{{text.split(' ')[:-1]|join(' ')}}",
+        "doc_to_target": "{{' '+text.split(' ')[-1]}}",
+        "metric_list": [
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+            {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
+        ],
+    }
+    file = tmp_path / "made_words.yaml"
+    file.write_text(json.dumps(task))  # JSON is YAML too
+    name = f"harness:{file}"
+    config = EvaluateConfig(model=str(trained_folder), tasks=(name,), limit=12, out=tmp_path / "out", plots=False)
+    result = evaluate(config)["harness:made_words"].first
+    model = HFLM(pretrained=str(trained_folder), device="cpu", batch_size=4, dtype="float32")
+    theirs = run(lm=model, task_dict={"made_words": ConfigurableTask(config=task)}, limit=12, bootstrap_iters=0)
+    values = theirs["results"]["made_words"]
+    assert result.metrics["acc"].value == values["acc,none"]
+    assert result.metrics["perplexity"].value == pytest.approx(values["perplexity,none"], rel=1e-4)
+    assert result.items == 12 and result.scored + result.reused == 12
+    assert "harness:made_words" in (tmp_path / "out" / "report.md").read_text()
+    assert evaluate(config)["harness:made_words"].first.scored == 0
+    with pytest.raises(UserError, match="harness:no_such_task cannot be run"):
+        evaluate(EvaluateConfig(model=str(trained_folder), tasks=("harness:no_such_task",)))
+
+
+def test_memory_stays_flat(trained_folder, tmp_path):
+    """A process of its own scores some items, then fifteen times as many: the highest use of memory hardly moves."""
+    rows = [{"context": story(n, 2), "choices": [f"milk {n}", f"hay {n}"], "answer": 0} for n in range(150)]
+    few = write_rows(tmp_path / "few.jsonl", rows)
+    many = write_rows(
+        tmp_path / "many.jsonl", [r | {"context": f"{n} {r['context']}"} for n in range(15) for r in rows]
+    )
+    code = f"""
+import resource, torch
+torch.set_num_threads(1)
+from plume.config import EvaluateConfig
+from plume.evaluate import evaluate
+for file in ({str(few)!r}, {str(many)!r}):
+    evaluate(EvaluateConfig(model={str(trained_folder)!r}, tasks=(file,)))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, last = map(int, done.stdout.split()[-2:])
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert (last - first) * unit < 40e6
