@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-EXTRAS := dev,eval,gpt1,cluster
+EXTRAS := dev,eval,gpt1,cluster,track
 
 .PHONY: demo tour test test-slow lint types bench clean
 
