@@ -33,8 +33,8 @@ README = (
     Line(
         "train.characters/time",
         "nanoGPT",
-        "training on Shakespeare's characters to a loss of 1.88, its recipe for a CPU",
-        "莎士比亚字符模型训练到损失 1.88（对方用其 CPU 配方）",
+        "training on Shakespeare's characters to a loss of 1.88, its recipe for a CPU in a plain loop",
+        "莎士比亚字符模型训练到损失 1.88（对方为其 CPU 配方的朴素循环）",
         inverse=True,
     ),
     Line(

@@ -65,6 +65,24 @@ def empty_table(entries: int, size: int) -> Table:
     )
 
 
+class Job(NamedTuple):
+    """Texts on their way through a table."""
+
+    data: Bytes  # (B,)
+    edges: npt.NDArray[np.int64]  # (T + 1,): where the bytes of each text begin, and the next one's
+    found: npt.NDArray[np.int32]  # the entry of each chunk; written as far as there are chunks
+    ends: npt.NDArray[np.int64]  # (T + 1,): where the chunks of each text begin, and the next one's
+    place: npt.NDArray[np.int64]  # how far it is: text, byte, chunks
+
+
+def new_job(texts: Sequence[str]) -> Job:
+    raw = [text.encode() for text in texts]
+    edges = np.zeros(len(raw) + 1, np.int64)
+    np.cumsum([len(r) for r in raw], out=edges[1:])
+    data = np.frombuffer(b"".join(raw), np.uint8)
+    return Job(data, edges, np.empty(len(data), np.int32), np.zeros(len(edges), np.int64), np.zeros(3, np.int64))
+
+
 class Memory:
     """A tokenizer that remembers; `encode` is the real one, for many chunks at a time."""
 
@@ -80,21 +98,15 @@ class Memory:
         self.learned = 0  # entries whose ids are known
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        raw = [text.encode() for text in texts]
-        data = np.frombuffer(b"".join(raw), np.uint8)
-        edges = np.zeros(len(raw) + 1, np.int64)  # (T + 1,)
-        np.cumsum([len(r) for r in raw], out=edges[1:])
+        job = new_job(texts)
         with self.lock:
             if self.table.edges[self.table.used[0]] > MOST_BYTES:
                 self._forget()
-            found = np.empty(len(data), np.int32)  # the entry of each chunk; written as far as there are chunks
-            ends = np.zeros(len(edges), np.int64)  # (T + 1,): where each text's chunks begin, and the next one's
-            place = np.zeros(3, np.int64)
-            while not scan(self.table, data, edges, self.way, KINDS, found, ends, place):
+            while not scan(self.table, job, self.way, KINDS):
                 self.table = grown(self.table)
             self._learn()
-            ids = gather(found[: place[2]], ends, self.id_edges, self.ids)
-        return [ids[a:b] for a, b in pairwise(ends.tolist())]
+            ids = gather(job.found[: job.place[2]], job.ends, self.id_edges, self.ids)
+        return [ids[a:b] for a, b in pairwise(job.ends.tolist())]
 
     def _learn(self) -> None:
         """Ask the real tokenizer for what is new."""
@@ -138,47 +150,24 @@ def grown(table: Table) -> Table:
 
 
 @compiled
-def scan(
-    table: Table,
-    data: Bytes,
-    edges: npt.NDArray[np.int64],
-    way: int,
-    kinds: Bytes,
-    found: npt.NDArray[np.int32],
-    ends: npt.NDArray[np.int64],
-    place: npt.NDArray[np.int64],
-) -> bool:
-    """Cut all texts and look the chunks up, new ones being put in. False, to be called again, when the table is full.
-
-    `place` is where it stands: text, byte, chunks so far.
-    """
-    slots, hashes, starts, known, _ = table
+def scan(table: Table, job: Job, way: int, kinds: Bytes) -> bool:
+    """Cut all texts and look the chunks up, new ones being put in. False, to be called again, when it is full."""
     while True:
-        stop = scan_known(slots, hashes, starts, known, data, edges, way, kinds, found, ends, place)
-        if stop < 0:
+        end = scan_known(table, job, way, kinds)
+        if end < 0:
             return True
-        if not put_in(table, data, place[1], stop):
+        if not put_in(table, job.data, job.place[1], end):
             return False
 
 
 @compiled
-def scan_known(
-    slots: npt.NDArray[np.int32],
-    hashes: npt.NDArray[np.uint64],
-    starts: npt.NDArray[np.int64],
-    known: Bytes,
-    data: Bytes,
-    edges: npt.NDArray[np.int64],
-    way: int,
-    kinds: Bytes,
-    found: npt.NDArray[np.int32],
-    ends: npt.NDArray[np.int64],
-    place: npt.NDArray[np.int64],
-) -> Int:
+def scan_known(table: Table, job: Job, way: int, kinds: Bytes) -> Int:
     """Go on as far as all chunks are in the table: the end of the first that is not, or -1 when all are.
 
     The look-up stands inside the loop: a call that hands over its arrays takes longer than itself.
     """
+    slots, hashes, starts, known, _ = table
+    data, edges, found, ends, place = job
     mask = np.uint64(len(slots) - 1)
     text, at, chunks = place[0], place[1], place[2]
     while text < len(edges) - 1:
