@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import cyclopts
 
 from plume import __version__, config
 from plume.config import UserError
+from plume.config.verbs import VERBS, show_options, usage, verb_of
 from plume.config.words import settings, split
 
 app = cyclopts.App(
@@ -20,6 +22,7 @@ app = cyclopts.App(
     help="From raw text to a pretrained, fine-tuned, measured, served and explorable language model.",
     version=__version__,
     version_flags=["--version"],
+    help_epilogue="Begin with `plume demo`. Every verb explains its options: `plume finetune --help`.",
 )
 tokenizer = cyclopts.App(name="tokenizer", help="Train a tokenizer, or look at how one cuts a text.")
 app.command(tokenizer)
@@ -28,7 +31,17 @@ app.command(bench)
 
 T = TypeVar("T")
 Words = Annotated[str, cyclopts.Parameter(show=False, allow_leading_hyphen=True)]
-Json = Annotated[bool, cyclopts.Parameter(name="--json", negative=())]
+Json = Annotated[bool, cyclopts.Parameter(name="--json", negative=(), help="for programs instead of people")]
+NewKey = Annotated[
+    bool,
+    cyclopts.Parameter(name="--new-key", negative=(), help="print a fresh API key and the hash to give with --keys"),
+]
+Browser = Annotated[bool, cyclopts.Parameter(name="--browser", help="open the page, or only print its address")]
+Tasks = Annotated[str, cyclopts.Parameter(show=False)]
+Compare = Annotated[
+    tuple[Path, Path] | None,
+    cyclopts.Parameter(consume_multiple=True, negative=(), help="two report folders, side by side"),
+]
 
 
 @app.command
@@ -64,7 +77,7 @@ def demo(*words: Words) -> None:
 
 @app.command
 def prepare(*words: Words) -> None:
-    """Texts to token shards: `plume prepare TEXT... --folder FOLDER`, or `plume prepare RECIPE.toml`.
+    """Texts to token shards.
 
     A TEXT is a file, a folder, a glob, python:stdlib or hub:NAME. Of a recipe, the section [data] is used. Run again
     after an interruption, it goes on where it was.
@@ -76,17 +89,15 @@ def prepare(*words: Words) -> None:
 
 
 @tokenizer.command(name="train")
-def train_tokenizer(*words: Words) -> None:
-    """Train a tokenizer on text files: `plume tokenizer train FILE... --out FOLDER`."""
+def train_tokenizer(
+    *words: Words, out: Annotated[Path, cyclopts.Parameter(help="folder to write the tokenizer to")]
+) -> None:
+    """Train a tokenizer on text files."""
     files, options = split(words)
-    overrides = config.parse_overrides(options)
-    out = overrides.pop("out", None)
-    if not isinstance(out, str):
-        raise UserError("--out is missing: the folder to write the tokenizer to, for example --out tokenizer")
-    wanted = config.build(config.TokenizerConfig, config.with_overrides({}, overrides))
+    wanted = config.build(config.TokenizerConfig, config.with_overrides({}, config.parse_overrides(options)))
     from plume import text
 
-    trained = text.train_command([Path(file) for file in files], Path(out), wanted)
+    trained = text.train_command([Path(file) for file in files], out, wanted)
     show(f"{trained.kind} tokenizer with {trained.vocab_size} tokens in {out}")
 
 
@@ -100,10 +111,11 @@ def inspect_tokenizer(folder: Path, text: str) -> None:
 
 @app.command
 def pretrain(*words: Words, as_json: Json = False) -> None:
-    """Texts to a pretrained model, as a recipe says: `plume pretrain gpt2-laptop`, or `plume pretrain RECIPE.toml`.
+    """Texts to a pretrained model, as a recipe says.
 
-    A run that was stopped goes on from its newest whole checkpoint: `plume pretrain RUN --resume`; with --overwrite it
-    begins again. Under torchrun it is one rank of many.
+    A recipe is a .toml file or the name of one that Plume brings, such as gpt2-laptop. A run that was stopped goes on
+    from its newest whole checkpoint with --resume, or begins again with --overwrite. Under torchrun it is one rank of
+    many.
     """
     if not words:
         raise UserError("which recipe? for example plume pretrain gpt2-laptop")
@@ -119,8 +131,8 @@ def pretrain(*words: Words, as_json: Json = False) -> None:
 def finetune(*words: Words, as_json: Json = False) -> None:
     """A pretrained model and labelled rows to a measured model.
 
-    `plume finetune MODEL --task.train FILE --folder FOLDER`, or `plume finetune RECIPE.toml`. The model folder,
-    report.md, predictions.jsonl and plots are written into the folder.
+    FILE has a row for each example: a text (or two) and its label. The model folder, report.md, predictions.jsonl and
+    plots are written into FOLDER.
     """
     wanted = settings(config.FinetuneConfig, words, "model")
     from plume.generate.translating import finetune as run
@@ -137,10 +149,10 @@ def finetune(*words: Words, as_json: Json = False) -> None:
 
 @app.command
 def distill(*words: Words, as_json: Json = False) -> None:
-    """A smaller student of a pretrained teacher: `plume distill TEACHER --folder FOLDER`.
+    """A smaller student of a pretrained teacher.
 
-    Or `plume distill RECIPE.toml`. A teacher that is a run folder says on which data and how its student learns, unless
-    --prepared, --data and --train say otherwise.
+    A teacher that is a run folder says on which data and how its student learns, unless --prepared, --data and --train
+    say otherwise.
     """
     leading, options = split(words)
     start = config.trained_like(leading[0]) if len(leading) == 1 else {}
@@ -193,12 +205,10 @@ def doctor(*, device: str = "auto", as_json: Json = False, patience: float = 30.
 
 
 @app.command
-def serve(*words: Words, new_key: Annotated[bool, cyclopts.Parameter(name="--new-key", negative=())] = False) -> None:
-    """Serve models over HTTP, in the shape that OpenAI's clients speak: `plume serve MODEL [MODEL...]`.
+def serve(*words: Words, new_key: NewKey = False) -> None:
+    """Serve models over HTTP, in the shape that OpenAI's clients speak.
 
-    MODEL is a model folder, a run folder or a hub name; NAME=MODEL gives it another name. Options: every field of the
-    serve config (--port 9000, --batch 32, --engine.precision int8, --runs runs), or a recipe file with the same fields.
-    --new-key prints a fresh API key and the hash to give with --keys.
+    MODEL is a model folder, a run folder or a hub name; NAME=MODEL gives it another name.
     """
     from plume import serve as serving
 
@@ -212,11 +222,10 @@ def serve(*words: Words, new_key: Annotated[bool, cyclopts.Parameter(name="--new
 
 
 @app.command
-def explore(*words: Words, browser: Annotated[bool, cyclopts.Parameter(name="--browser")] = True) -> None:
+def explore(*words: Words, browser: Browser = True) -> None:
     """Open the Explorer on a model: next tokens, attention, layers, surprise, training runs.
 
-    `plume explore MODEL [MODEL...]` serves them and opens the page; --no-browser only prints its address. Options as
-    for `plume serve`.
+    It serves them as `plume serve` does, and opens the page.
     """
     from plume import serve as serving
 
@@ -248,7 +257,7 @@ def generate(model: str, /, *words: Words) -> None:
 
 @app.command
 def export(*words: Words) -> None:
-    """Write a model for another runtime and check it there: `plume export MODEL --format gguf`, or onnx."""
+    """Write a model for another runtime, and check it there."""
     wanted = settings(config.ExportConfig, words, "model")
     from plume.generate.export import export as write
 
@@ -257,7 +266,7 @@ def export(*words: Words) -> None:
 
 @bench.command(name="decode")
 def bench_decode(*words: Words) -> None:
-    """How fast a GPT writes here, beside every other installed engine: --model, --preset, --rounds, --threads, ..."""
+    """How fast a GPT writes here, beside every other installed engine."""
     wanted = settings(config.DecodeBenchConfig, words)
     from plume.generate import bench as benching
 
@@ -269,14 +278,12 @@ def evaluate(
     model: str | None = None,
     /,
     *words: Words,
-    tasks: str = "",
-    compare: Annotated[tuple[Path, Path] | None, cyclopts.Parameter(consume_multiple=True)] = None,
+    tasks: Tasks = "",
+    compare: Compare = None,
 ) -> None:
-    """Measure a model: `plume evaluate MODEL --tasks lambada,wikitext-2 --out report`.
+    """Measure a model on tasks with known answers.
 
-    Tasks are built-in names, NAME=FILE, files of your own or harness:NAME, parted by commas. Other options: every
-    field of the evaluation config, such as --protocol gpt2-paper, --data FOLDER, --shots 5, --seeds "[1, 2, 3]",
-    --stride 512, --training-data FOLDER. `--compare A B` sets two report folders side by side.
+    Tasks are built-in names, NAME=FILE, files of your own or harness:NAME, parted by commas: lambada,wikitext-2.
     """
     if compare is not None:
         from plume.evaluate.compare import compare as side_by_side
@@ -298,7 +305,7 @@ def evaluate(
 
 @app.command
 def sweep(*words: Words) -> None:
-    """Train several sizes on the same data: `plume sweep RECIPE.toml --folder runs/sweep --sizes '["1x32", "2x64"]'`.
+    """Train several sizes on the same data: the loss against parameters and compute.
 
     Run again after an interruption, it goes on where it was.
     """
@@ -311,37 +318,16 @@ def sweep(*words: Words) -> None:
     show(f"report: {wanted.folder / 'report.md'}")
 
 
-OPTIONS = {  # what --help lists behind these verbs: every field of their config
-    "demo": config.DemoConfig,
-    "prepare": config.DataConfig,
-    "tokenizer train": config.TokenizerConfig,
-    "pretrain": config.PretrainConfig,
-    "finetune": config.FinetuneConfig,
-    "distill": config.DistillConfig,
-    "generate": config.GenerateConfig,
-    "export": config.ExportConfig,
-    "bench decode": config.DecodeBenchConfig,
-    "evaluate": config.EvaluateConfig,
-    "sweep": config.SweepConfig,
-    "serve": config.ServeConfig,
-    "explore": config.ServeConfig,
-    "plan": config.PlanConfig,
-}
-
-
-def show_options(words: Sequence[str]) -> None:
-    """The fields behind a verb whose --help was asked for."""
-    from rich.table import Table
-
-    kind = OPTIONS.get(" ".join(words[:2]), OPTIONS.get(words[0]))
-    if kind is None:
-        return
-    table = Table("option", "default", "what it is", title="Options", title_justify="left", box=None, padding=(0, 1))
-    table.columns[0].no_wrap = True
-    for name, type_, default, comment in config.describe(kind):
-        choices = type_ if "|" in type_ else ""
-        table.add_row(f"--{name}", default, ": ".join(part for part in (choices, comment) if part))
-    show(table)
+def arrange_verbs() -> None:
+    """The verbs in the order of the work, each with its usage."""
+    app.group_commands = cyclopts.Group("Plume itself", sort_key=len(VERBS))
+    for place, (title, verbs) in enumerate(VERBS.items()):
+        group = cyclopts.Group(title, sort_key=place)
+        for order, (name, verb) in enumerate(verbs.items()):
+            command = functools.reduce(lambda inside, word: inside[word], name.split(), app)
+            command.sort_key, command.usage, command.help_epilogue = order, usage(name, verb), ""
+            if " " not in name:
+                command.group = group
 
 
 def show(*things: Any) -> None:
@@ -354,15 +340,16 @@ def show(*things: Any) -> None:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command. A user's mistake ends it with one message and code 2; a traceback means a defect of Plume."""
+    words = sys.argv[1:] if words is None else list(words)
+    verb = verb_of(words)
     try:
-        words = sys.argv[1:] if words is None else list(words)
-        app(words, exit_on_error=False, result_action="return_value")
-        if len(words) > 1 and {"--help", "-h"} & set(words):
-            show_options(words)
-    except UserError as error:
+        app(words, exit_on_error=False, print_error=False, result_action="return_value")
+        if verb is not None and {"--help", "-h"} & set(words):
+            show_options(verb[1])
+    except (UserError, cyclopts.CycloptsError) as error:
         print(f"plume: {error}", file=sys.stderr)
-        return 2
-    except cyclopts.CycloptsError:  # already shown
+        if verb is not None and len(words) == len(verb[0].split()):  # nothing was said but the verb
+            print(f"{usage(*verb)}\nplume {verb[0]} --help tells more", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("plume: stopped", file=sys.stderr)
@@ -372,6 +359,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return 1
     return 0
 
+
+arrange_verbs()
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from families import FAMILIES, random_model
 
-from plume.cli import main, settings
-from plume.config import DistillConfig, FinetuneConfig, PretrainConfig, build, read_recipe, trained_like
+from plume.cli import app, main, settings
+from plume.config import DistillConfig, FinetuneConfig, PretrainConfig, build, describe, read_recipe, trained_like
+from plume.config.verbs import VERBS
 from plume.train.pretrain import plain
 from plume.train.runs import write_recipe
 from plume.weights import save_model
@@ -101,16 +102,39 @@ def test_a_folder_made_elsewhere_is_imported(capsys, here):
 
 
 @pytest.mark.parametrize(
-    "verb", ["demo", "prepare", "pretrain", "finetune", "distill", "generate", "evaluate", "serve"]
+    "verb",
+    [verb for verbs in VERBS.values() for verb in verbs],
 )
-def test_help_lists_every_option_with_its_meaning(verb, capsys):
-    from plume.cli import OPTIONS
-    from plume.config import describe
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_help_lists_every_option_with_its_meaning(verb, columns, capsys, monkeypatch):
+    """Nothing is cut off, whatever the width of the terminal."""
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main([*verb.split(), "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    about = {name: about for verbs in VERBS.values() for name, about in verbs.items()}[verb]
+    assert "…" not in shown
+    assert " ".join(f"Usage: plume {verb} {about.usage}".split()) in shown
+    for name, type_, _, comment in describe(about.options) if about.options else []:
+        if name == about.hidden:
+            continue
+        assert comment, f"{name} has no comment behind its field"
+        choices = type_.replace("|", " | ") if "|" in type_ else ""
+        meaning = ": ".join(part for part in (choices, comment) if part)
+        assert f"--{name.replace('_', '-')} {meaning}" in shown
 
-    assert main([verb, "--help"]) == 0
+
+def test_the_first_screen_follows_the_work(capsys):
+    assert main([]) == 0
     shown = capsys.readouterr().out
-    for name, *_ in describe(OPTIONS[verb]):
-        assert f"--{name}" in shown
+    places = [shown.find(f"│ {verb} ") for verbs in VERBS.values() for verb in verbs if " " not in verb]
+    assert -1 not in places and places == sorted(places)
+    assert "Begin with plume demo" in shown
+    assert set(app) - {"--help", "-h", "--version"} == {v for vs in VERBS.values() for v in vs if " " not in v}
+
+
+@pytest.mark.parametrize("verb", ["finetune", "prepare", "generate", "serve", "evaluate", "tokenizer train"])
+def test_a_verb_alone_says_what_it_wants(verb, capsys):
+    refused(capsys, verb.split(), f"Usage: plume {verb} ", f"plume {verb} --help tells more")
 
 
 # ---- a folder says all

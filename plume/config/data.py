@@ -13,7 +13,9 @@ from plume.config.errors import UserError, below_one, refuse
 class TokenizerConfig:
     """Which tokenizer to train, or the folder of a ready one."""
 
-    kind: Literal["byte-bpe", "gpt1-bpe", "wordpiece", "characters", "bytes"] = "byte-bpe"
+    kind: Literal["byte-bpe", "gpt1-bpe", "wordpiece", "characters", "bytes"] = (
+        "byte-bpe"  # byte-bpe suits any language; wordpiece is BERT's
+    )
     vocab_size: int = 4096  # special tokens included; characters and bytes take what they need
     folder: Path | None = None  # a model or tokenizer folder to take the tokenizer from instead of training one
     specials: Literal["gpt1", "gpt2", "bert", "roberta"] | None = (
@@ -35,8 +37,8 @@ class TokenizerConfig:
 class CleanConfig:
     """What prepare leaves out. Nothing but empty documents, unless asked."""
 
-    min_characters: int = 1
-    max_characters: int | None = None
+    min_characters: int = 1  # shorter documents are left out
+    max_characters: int | None = None  # longer documents are left out
     languages: tuple[str, ...] = ()  # keep only these, judged by their commonest words: en, de, fr, es, it, pt, nl
     quality: bool = False  # leave out what does not read like prose: word lengths, symbols, repeated lines
     min_score: float | None = None  # WebText took links of 3 and more
@@ -67,8 +69,8 @@ class DataConfig:
     tokenizer: TokenizerConfig = TokenizerConfig()
     field: str = "text"  # of .jsonl, .csv, .parquet rows
     target_field: str | None = None  # the other side of a pair, for sequence to sequence
-    url_field: str = "url"
-    score_field: str = "score"
+    url_field: str = "url"  # where rows name their address, for clean.drop_domains
+    score_field: str = "score"  # where rows have a number, for clean.min_score
     targets: tuple[str, ...] = ()  # files aligned line by line with paths, for sequence to sequence
     documents: Literal["file", "paragraph", "line"] = "file"  # what one document is in plain text
     encoding: str = "utf-8"  # of plain text
@@ -78,7 +80,7 @@ class DataConfig:
     )
     shard_mb: int = 16  # input that goes into one shard
     workers: int | None = None  # processes; unset means one per core
-    on: Literal["local", "ray"] = "local"
+    on: Literal["local", "ray"] = "local"  # ray: on a Ray cluster
     budget: int | None = None  # training tokens that the report counts epochs for; unset means one pass
     overwrite: bool = False  # replace data that was prepared with other settings
     clean: CleanConfig = CleanConfig()

@@ -19,7 +19,7 @@ class EvaluateConfig:
 
     model: str  # a model folder, a run folder or a hub name
     tasks: tuple[str, ...]  # built-in names, NAME=FILE, files of your own, harness:NAME
-    protocol: Literal["harness", "gpt2-paper", "gpt3-paper"] = "harness"
+    protocol: Literal["harness", "gpt2-paper", "gpt3-paper"] = "harness"  # whose way of measuring
     data: Path | None = None  # a folder with a folder for each task; unset means ./data if there is one, else the hub
     out: Path | None = None  # report.md, report.json, plots, items and the store of scores go here
     shots: int = 0  # solved examples before each item
@@ -31,13 +31,13 @@ class EvaluateConfig:
     too_long: Literal["truncate", "skip", "refuse"] = "truncate"  # items beyond the context; truncate cuts on the left
     training_data: tuple[str, ...] = ()  # prepared folders or texts to look for the items in
     ngram: int = 13  # words in a row that count as seen before
-    device: str = "auto"
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"  # of the arithmetic
     batch_tokens: int | None = None  # tokens computed at a time; unset means what suits the device
-    plots: bool = True
+    plots: bool = True  # calibration, ... as PNG in `out`
     context_field: str = "context"  # names in your own rows
-    choices_field: str = "choices"
-    answer_field: str = "answer"
+    choices_field: str = "choices"  # likewise
+    answer_field: str = "answer"  # likewise
 
     def __post_init__(self) -> None:
         if not self.tasks:

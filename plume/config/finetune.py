@@ -27,8 +27,8 @@ class TaskConfig:
     labels: tuple[str, ...] = ()  # in this order; unset means the sorted labels of the training rows
     template: tuple[str, ...] = ()  # other passes than the kind's own, such as "{text} | {pair}"
     targets: str | None = None  # file aligned line by line with `train`, for translate
-    validation_targets: str | None = None
-    test_targets: str | None = None
+    validation_targets: str | None = None  # likewise for `validation`
+    test_targets: str | None = None  # likewise for `test`
     validation_share: float = 0.1  # of the training rows, when there is no validation file
     length: int | None = None  # tokens of the longest row; unset means the model's context
     stride: int | None = None  # tokens from one window of a long context to the next; unset: 128 or a third of `length`
@@ -55,7 +55,7 @@ class AdaptConfig:
     transfer_layers: int | None = None  # only the first layers are taken from the model; -1 takes nothing at all
     rank: int = 8  # of LoRA
     alpha: float = 16.0  # LoRA's update is multiplied by alpha / rank
-    lora_dropout: float = 0.0
+    lora_dropout: float = 0.0  # on what goes into LoRA's matrices
     lora_parts: tuple[Literal["q", "k", "v", "out", "up", "down"], ...] = ("q", "v")  # matrices that LoRA adds to
 
     def __post_init__(self) -> None:
@@ -79,29 +79,29 @@ class FinetuneConfig:
     task: TaskConfig
     folder: Path  # of the run: model/, report.md, predictions.jsonl, plots
     adapt: AdaptConfig = AdaptConfig()
-    epochs: float = 3.0
-    batch: int = 32
+    epochs: float = 3.0  # passes over the training rows
+    batch: int = 32  # rows in one update
     micro_batch: int | None = None  # examples computed at a time; unset means the whole batch
     lr: float | None = None  # peak; unset means GPT-1's 6.25e-5 or BERT's 2e-5, and 1e-3 for lora and features
     warmup: float | None = None  # share of the steps; unset means GPT-1's 0.002, or 0.1
-    weight_decay: float = 0.01
-    clip: float | None = 1.0
+    weight_decay: float = 0.01  # on matrices; never on biases and norms
+    clip: float | None = 1.0  # largest norm of the gradient; unset means unclipped
     dropout: float | None = None  # in the whole model; unset means as it was pretrained
-    classifier_dropout: float = 0.1
+    classifier_dropout: float = 0.1  # before the new head
     auxiliary: float | None = None  # weight of the language model on the task's text; unset: 0.5 where the model is one
-    class_weights: Literal["none", "balanced"] = "none"
-    label_smoothing: float = 0.0
+    class_weights: Literal["none", "balanced"] = "none"  # balanced: a rare label counts as much as a frequent one
+    label_smoothing: float = 0.0  # probability spread over all other labels
     temperature: float = 0.05  # of the contrastive objective
     tune_threshold: bool = False  # of a two-class task: the probability from which the second label is given
     metric: str | None = None  # that picks the best checkpoint; unset means the task's own
     validate_every: int | None = None  # steps; unset means five times in each epoch
     patience: int | None = None  # validations without a better one after which to stop; unset means never
     seeds: int | None = None  # runs; unset means 3 below 5000 training rows, else 1
-    seed: int = 0
+    seed: int = 0  # of the first run; each further run has the next
     beams: int = 4  # for translate
     answer_length: int = 30  # tokens of the longest answer, for span
-    device: str = "auto"
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
+    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto measures what the device is fast at
     resume: bool = False  # go on with a run that was stopped; finished seeds are kept
     overwrite: bool = False  # replace a run that is there
 

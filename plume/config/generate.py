@@ -94,7 +94,7 @@ class GenerateConfig:
     """A prompt, a file of prompts, or a conversation at the terminal when there is neither."""
 
     model: str  # model folder, run folder or hub name
-    prompt: str | None = None
+    prompt: str | None = None  # the text to continue
     prompts: Path | None = None  # a file with one prompt per line, or .jsonl with "prompt" in each line
     out: Path | None = None  # where the answers to a file of prompts go, as .jsonl; unset means the standard output
     unconditional: bool = False  # a sample from the start token
@@ -123,7 +123,7 @@ class DecodeBenchConfig:
     """How fast a GPT writes here, beside other engines."""
 
     model: Path | None = None  # a gpt2 folder; unset means random weights of the preset's shape
-    preset: str = "gpt2"
+    preset: str = "gpt2"  # shape of the model: gpt2, gpt2-medium, ...
     prompt: int = 32  # tokens in each prompt
     new: int = 128  # tokens written after it
     batch: int = 8  # sequences in the batched run

@@ -12,26 +12,28 @@ from plume.config.errors import UserError, below_one, refuse
 class ModelConfig:
     """One stack of Transformer blocks, or two. Fields say how it behaves, never which checkpoint it is."""
 
-    vocab_size: int
+    vocab_size: int  # tokens it knows; in training it follows the tokenizer
     context: int  # longest sequence the position table covers
-    layers: int
-    heads: int
-    width: int
+    layers: int  # Transformer blocks
+    heads: int  # of attention in each block; they divide the width
+    width: int  # numbers that stand for one token
     hidden: int | None = None  # width inside the MLP; unset means four times the width
     decoder_layers: int = 0  # more than none makes an encoder-decoder, `layers` being the encoder's
     norm: Literal["pre", "post"] = "pre"  # pre: GPT-2, GPT-3; post: Transformer, GPT-1, BERT, RoBERTa
-    causal: bool = True
+    causal: bool = True  # a token sees only those before it; false: BERT, RoBERTa
     band: int = 0  # every second layer sees only this many tokens back; 0 means all layers see everything
-    activation: Literal["gelu", "gelu_tanh", "relu"] = "gelu_tanh"
-    positions: Literal["learned", "sinusoidal"] = "learned"
+    activation: Literal["gelu", "gelu_tanh", "relu"] = (
+        "gelu_tanh"  # gelu_tanh: GPT, GPT-2, GPT-3; gelu: BERT, RoBERTa; relu: Transformer
+    )
+    positions: Literal["learned", "sinusoidal"] = "learned"  # sinusoidal: the original Transformer
     first_position: int = 0  # RoBERTa counts positions from 2
     segments: int = 0  # rows of the segment table; 0 means there is none
     embed_norm: bool = False  # BERT normalises the summed embeddings
     embed_scale: bool = False  # the original Transformer multiplies token embeddings by sqrt(width)
-    attention_bias: bool = True
+    attention_bias: bool = True  # q, k, v and out have biases
     summary: Literal["last", "tanh", "relu"] = "last"  # one vector per text: last token, or first through a dense layer
-    norm_eps: float = 1e-5
-    dropout: float = 0.1
+    norm_eps: float = 1e-5  # added to the variance in layer norms
+    dropout: float = 0.1  # share of numbers set to 0 in training
     vocab_multiple: int = 1  # rows of the token table are padded up to a multiple of this
 
     def __post_init__(self) -> None:

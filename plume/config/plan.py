@@ -15,7 +15,7 @@ class PlanConfig:
     """A model and how much it is to read, before anything is spent."""
 
     model: ModelConfig
-    name: str = "model"
+    name: str = "model"  # shown above the table
     tokens: int = 1_000_000_000  # to train on
     batch: int = 8  # sequences in memory at once
     sequence: int | None = None  # tokens per sequence; unset means the whole context
@@ -23,7 +23,7 @@ class PlanConfig:
     strategy: Literal["ddp", "fsdp"] = "fsdp"  # copies, or shards of one copy
     tensor_parallel: int = 1  # ranks that share each matrix
     accumulate: int = 1  # micro-batches before the ranks exchange gradients
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = False  # compute activations again in the backward: less memory, more time
     hardware: str = "A100 80GB"  # of each rank
     per_node: int = 8  # ranks in one machine, where links are fast
     link_gb: float = 300.0  # GB/s of one rank to others in its machine
@@ -35,9 +35,9 @@ class DemoConfig:
     """A first model, in a few minutes."""
 
     text: tuple[str, ...] = ()  # files, folders or globs; unset means Python's own standard library
-    folder: Path = Path("runs/demo")
+    folder: Path = Path("runs/demo")  # of the run: model/, metrics.jsonl, loss.png, samples.md
     minutes: float = 2.0  # of training
-    seed: int = 1
+    seed: int = 1  # of weights, batches and samples
 
     def __post_init__(self) -> None:
         if not self.minutes > 0:

@@ -17,7 +17,7 @@ class ServeConfig:
 
     models: tuple[str, ...]  # model folders, run folders or hub names; NAME=PLACE gives one another name
     host: str = "127.0.0.1"  # any other than this machine needs keys
-    port: int = 8000
+    port: int = 8000  # 0 means any free one
     keys: tuple[str, ...] = ()  # sha256 of each API key; `plume serve --new-key` makes a pair
     runs: Path | None = None  # a folder of training runs to show, with their checkpoints as models
     engine: EngineConfig = EngineConfig()  # its slots follow from batch

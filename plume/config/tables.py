@@ -155,6 +155,12 @@ def describe(kind: type, prefix: str = "") -> list[tuple[str, str, str, str]]:
             continue
         choices = re.search(r"Literal\[(.*?)\]", str(f.type))
         type_ = choices[1].replace('"', "").replace("'", "").replace(", ", "|") if choices else str(f.type)
-        default = "" if f.default is MISSING or f.default is None else str(f.default)
-        rows.append((prefix + f.name, type_.removesuffix(" | None"), default, comments.get(f.name, "")))
+        rows.append((prefix + f.name, type_.removesuffix(" | None"), _shown(f.default), comments.get(f.name, "")))
     return rows
+
+
+def _shown(default: Any) -> str:
+    """A default as it would be typed; what is unset or off needs no word."""
+    if default is MISSING or default is None or default is False:
+        return ""
+    return " ".join(str(value) for value in default) if isinstance(default, tuple) else str(default)

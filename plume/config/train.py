@@ -25,30 +25,32 @@ class TrainConfig:
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon is for the matrices of the blocks, with adamw for the rest
     lr: float = 6e-4  # peak, of adamw
     muon_lr: float = 0.02  # peak, of muon
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
+    beta1: float = 0.9  # of adamw: how slowly the mean of gradients changes
+    beta2: float = 0.95  # of adamw: how slowly the mean of their squares changes
+    eps: float = 1e-8  # of adamw
     bias_correction: bool = True  # BERT's code left it out
     weight_decay: float = 0.1  # on matrices; never on biases and norms
-    decay_embeddings: bool = True
-    muon_momentum: float = 0.95
+    decay_embeddings: bool = True  # weight decay on token and position tables too
+    muon_momentum: float = 0.95  # how slowly the mean of gradients changes
     muon_iterations: int = 5  # of its orthogonalisation
     muon_weight_decay: float | None = None  # unset means as weight_decay
     clip: float | None = 1.0  # largest norm of the gradient; unset means unclipped
-    schedule: Literal["cosine", "linear", "constant", "constant-then-decay", "inverse-sqrt"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "constant-then-decay", "inverse-sqrt"] = (
+        "cosine"  # of the learning rate, behind the warmup
+    )
     warmup: int = 0  # steps
     final_lr: float = 0.1  # where the decay ends, as a fraction of the peak
     decay_steps: int | None = None  # step at which the decay has ended; unset means the last
     cooldown: float = 0.2  # share of the steps that constant-then-decay decays over
-    label_smoothing: float = 0.0
-    seed: int = 0
+    label_smoothing: float = 0.0  # probability spread over all other tokens, as the Transformer's 0.1
+    seed: int = 0  # of weights, batches and samples
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto measures what the device is fast at
     compile: bool = False  # torch.compile
     activation_checkpointing: bool = False  # compute activations again in the backward: less memory, more time
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"  # over many ranks; auto shards when a copy would not fit
     tensor_parallel: int = 1  # ranks that share each matrix
-    log_every: int = 10
+    log_every: int = 10  # steps from one line of metrics.jsonl to the next
     validate_every: int | None = None  # unset means ten times in the run
     validation_rows: int = 256  # sequences; always the same ones, masked the same way
     checkpoint_every: int | None = None  # unset means as often as validation
@@ -58,11 +60,11 @@ class TrainConfig:
         1  # last checkpoints whose mean the model folder is made from, as the Transformer's 5; 1 means the last
     )
     sample_every: int | None = None  # unset means as often as validation
-    sample_prompt: str = ""
-    sample_tokens: int = 64
+    sample_prompt: str = ""  # what samples begin with; empty means the start token
+    sample_tokens: int = 64  # new tokens of a sample
     sanity_step: int | None = None  # by then the loss must beat the unigram entropy; unset means half way
-    tensorboard: bool = False
-    wandb: bool = False
+    tensorboard: bool = False  # also write events for TensorBoard
+    wandb: bool = False  # also log to Weights & Biases
 
     def __post_init__(self) -> None:
         refuse(self._problems())
@@ -96,11 +98,11 @@ class TrainConfig:
 class MaskingConfig:
     """Which places are masked and what is put there."""
 
-    share: float = 0.15
+    share: float = 0.15  # of the tokens that are guessed
     most: int | None = None  # places in one row; unset means the share of its full length
     masked: float = 0.8  # become the mask token
     random: float = 0.1  # become any token; the rest stays as it is
-    whole_words: bool = False
+    whole_words: bool = False  # all pieces of a word are masked together
     copies: int | None = None  # fixed versions of each text, in turn (BERT: 10); unset means a new one in each pass
 
     def __post_init__(self) -> None:
@@ -116,7 +118,9 @@ class MaskingConfig:
 class ObjectiveConfig:
     """What pretraining asks of the model."""
 
-    name: Literal["language-model", "masked", "masked-next-sentence", "sequence-to-sequence"] = "language-model"
+    name: Literal["language-model", "masked", "masked-next-sentence", "sequence-to-sequence"] = (
+        "language-model"  # what is guessed: the next token, masked ones, also the next sentence, or a target text
+    )
     length: int | None = None  # tokens of a sequence; unset means the model's context
     short_length: int | None = None  # of the first steps, as BERT's 128; unset means all are alike
     short_share: float = 0.9  # of the steps that are short
