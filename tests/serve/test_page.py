@@ -448,6 +448,21 @@ def test_chinese_and_english_say_the_same_things(visit):
     expect(visit.page.locator("#tabs button").first).to_have_text("Next")
 
 
+def test_the_footer_and_a_refusal_are_said_in_chinese(visit):
+    visit.allow = "400"
+    visit.open()
+    visit.page.click("#language")
+    expect(visit.page.locator("#facts")).to_contain_text("torch（cpu），float32")
+    said = visit.page.evaluate(
+        """async () => (await import('/static/words/zh.js')).default.engine
+            .reduce((said, [pattern, other]) => said.replace(pattern, other), 'CPU engine, int8 weights, 2 threads')"""
+    )
+    assert said == "CPU 引擎，int8 权重，2 线程"
+    for view in ("next", "attention", "layers"):
+        visit.open(view, ready="#hint.warn", text="the robot " * 100)
+        expect(visit.page.locator("#hint")).to_have_text("文本超出了模型 64 个词元的上下文。")
+
+
 def test_names_and_tokens_are_never_markup(visit):
     """A model called like a script and a text full of tags: both are only shown."""
     for view in VIEWS:

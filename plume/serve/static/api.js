@@ -1,9 +1,10 @@
 // The one way to the server. A newer question of the same name cancels the older one.
 
 export class ApiError extends Error {
-  constructor(message, status) {
+  constructor(message, status, code) {
     super(message);
     this.status = status;
+    this.code = code;
   }
 }
 
@@ -21,7 +22,7 @@ export function createApi() {
     });
     if (answer.ok) return answer;
     const said = await answer.json().catch(() => null);
-    throw new ApiError(said?.error?.message ?? answer.statusText, answer.status);
+    throw new ApiError(said?.error?.message ?? answer.statusText, answer.status, said?.error?.code);
   }
 
   function begin(name) {

@@ -139,7 +139,9 @@ function fail(error) {
     return;
   }
   if (error.status === undefined) throw error; // a defect of the page, which the console should show
-  say(error.status ? error.message : t('cannot'));
+  const context = modelCalled(store.state.model)?.plume.context;
+  if (error.code === 'context_length_exceeded') say(t('tooLong', { n: context }));
+  else say(error.status ? error.message : t('cannot'));
 }
 
 function hints() {
@@ -163,9 +165,14 @@ function showFacts() {
     count !== undefined && t('tokensOf', { n: count, context }),
     perplexity && t('perplexity', { x: fixed(perplexity, perplexity < 100 ? 1 : 0) }),
     ms !== undefined && t('milliseconds', { n: ms }),
-    model && t('engine', { name: model.plume.engine }),
+    model && engineWords(model.plume.engine),
   ];
   $('facts').replaceChildren(...parts.filter(Boolean).map((part) => h('span', {}, part)));
+}
+
+// the server names its engine in English; the language says which of its words are said otherwise
+function engineWords(name) {
+  return words.engine.reduce((said, [pattern, other]) => said.replace(pattern, other), name);
 }
 
 // ---- the text

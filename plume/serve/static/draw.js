@@ -45,6 +45,17 @@ export function bar(p, kind = '') {
   return h('span', { class: `track ${kind}` }, h('span', { class: 'fill', style: { width: `${Math.min(100, 100 * p)}%` } }));
 }
 
+// buttons of which one is pressed: what the state holds under this name
+export function choice({ t, store }, name, values) {
+  const button = ([value, word]) =>
+    h('button', { type: 'button', 'data-value-is': value, onclick: () => store.set({ [name]: value }) }, t(word));
+  return h('div', { class: 'group', 'data-name': name }, values.map(button));
+}
+export function press(choices, state) {
+  for (const group of choices)
+    for (const button of group.children) button.setAttribute('aria-pressed', button.dataset.valueIs === state[group.dataset.name]);
+}
+
 // ---- colour: equal steps of the value are equal steps to the eye (straight lines in OKLab)
 
 const RAMPS = {

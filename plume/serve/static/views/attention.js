@@ -1,6 +1,6 @@
 // Attention: all heads small, one large, and for one token every number from its query to the weighted sum.
 
-import { arcs, fixed, h, matrix, paint, percent, strip, unpack, visible } from '../draw.js';
+import { arcs, choice, fixed, h, matrix, paint, percent, press, strip, unpack, visible } from '../draw.js';
 import { subject } from '../store.js';
 
 const SORTS = ['layer', 'distance', 'to_previous', 'to_first', 'to_same'],
@@ -13,21 +13,13 @@ export function mount(root, context) {
     { 'aria-label': t('sortBy'), onchange: () => store.set({ sort: sort.value }) },
     SORTS.map((name) => h('option', { value: name }, t(`sort_${name}`))),
   );
-  const group = (name, values) =>
-    h(
-      'div',
-      { class: 'group', 'data-name': name },
-      values.map(([value, word]) =>
-        h('button', { type: 'button', 'data-value-is': value, onclick: () => store.set({ [name]: value }) }, t(word)),
-      ),
-    );
   const groups = [
-    group('mix', [
+    choice(context, 'mix', [
       ['head', 'one'],
       ['mean', 'mean'],
       ['rollout', 'rollout'],
     ]),
-    group('picture', [
+    choice(context, 'picture', [
       ['matrix', 'matrix'],
       ['arcs', 'arcs'],
     ]),
@@ -55,8 +47,7 @@ export function update(self, state) {
   const { context } = self,
     model = context.model();
   self.sort.value = state.sort;
-  for (const group of self.groups)
-    for (const button of group.children) button.setAttribute('aria-pressed', button.dataset.valueIs === state[group.dataset.name]);
+  press(self.groups, state);
   if (!state.text) {
     [self.heads, self.title, self.large, self.steps].forEach((part) => part.replaceChildren());
     return;

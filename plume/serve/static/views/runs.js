@@ -1,6 +1,6 @@
 // Runs: curves of training runs, live while they go, with speed, samples, stalls and restarts.
 
-import { curves, fixed, h, short } from '../draw.js';
+import { choice, curves, fixed, h, press, short } from '../draw.js';
 
 const AXES = [
     ['tokens', 'byTokens'],
@@ -10,18 +10,10 @@ const AXES = [
   STALLED = 60;
 
 export function mount(root, context) {
-  const { t, store } = context;
-  const group = (name, values) =>
-    h(
-      'div',
-      { class: 'group', 'data-name': name },
-      values.map(([value, word]) =>
-        h('button', { type: 'button', 'data-value-is': value, onclick: () => store.set({ [name]: value }) }, t(word)),
-      ),
-    );
+  const { t } = context;
   const groups = [
-    group('axis', AXES),
-    group('scale', [
+    choice(context, 'axis', AXES),
+    choice(context, 'scale', [
       ['linear', 'linear'],
       ['log', 'log'],
     ]),
@@ -38,8 +30,7 @@ export function mount(root, context) {
 }
 
 export function update(self, state) {
-  for (const group of self.groups)
-    for (const button of group.children) button.setAttribute('aria-pressed', button.dataset.valueIs === state[group.dataset.name]);
+  press(self.groups, state);
   if (self.runs) {
     follow(self);
     drawNames(self);

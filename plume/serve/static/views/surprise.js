@@ -1,20 +1,16 @@
 // Surprise: each token coloured by how unexpected it was; two curves along the text; what had been expected instead.
 
-import { bar, curves, fixed, h, percent, visible } from '../draw.js';
+import { bar, choice, curves, fixed, h, percent, press, visible } from '../draw.js';
 import { subject } from '../store.js';
 
 const LIMITS = { rank: [1, 10, 100, 1000], probability: [0.5, 0.1, 0.01, 0.001] };
 
 export function mount(root, context) {
-  const { t, store } = context;
-  const group = h(
-    'div',
-    { class: 'group' },
-    [
-      ['rank', 'byRank'],
-      ['probability', 'byProbability'],
-    ].map(([name, word]) => h('button', { type: 'button', 'data-name': name, onclick: () => store.set({ colour: name }) }, t(word))),
-  );
+  const { t } = context;
+  const group = choice(context, 'colour', [
+    ['rank', 'byRank'],
+    ['probability', 'byProbability'],
+  ]);
   const spans = h('div', { class: 'spans' }),
     legend = h('div', { class: 'legend' }),
     below = h('div', { style: { 'margin-top': '26px' } });
@@ -26,7 +22,7 @@ export function mount(root, context) {
 
 export function update(self, state) {
   const { context } = self;
-  for (const button of self.group.children) button.setAttribute('aria-pressed', button.dataset.name === state.colour);
+  press([self.group], state);
   if (!context.model().plume.predicts) {
     self.spans.replaceChildren(
       h('p', { class: 'empty' }, context.t('notForModel', { what: context.t('aToken'), model: context.model().id })),

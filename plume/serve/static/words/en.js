@@ -4,7 +4,7 @@ export default {
   model: 'model', compareWith: 'compare with', none: 'none', text: 'The text', placeholder: 'Write something here, or choose a beginning below.',
   next: 'Next', write: 'Write', surprise: 'Surprise', attention: 'Attention', layers: 'Layers', masks: 'Masks', tokens: 'Tokens', runs: 'Runs',
   copyLink: 'copy link', copied: 'copied', close: 'Close',
-  tokensOf: '{n} / {context} tokens', perplexity: 'perplexity {x}', milliseconds: '{n} ms', engine: '{name}',
+  tokensOf: '{n} / {context} tokens', perplexity: 'perplexity {x}', milliseconds: '{n} ms', engine: [],
   cannot: 'The server cannot be reached.', keyNeeded: 'This server wants a key.', keySend: 'Use this key', notForModel: 'This view needs {what}; {model} is something else.',
   aCausal: 'a model that writes (GPT)', aMasked: 'a model that fills masks (BERT)', aToken: 'a model that predicts tokens',
   tooLong: 'The text is longer than the model’s context of {n} tokens.',
