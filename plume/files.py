@@ -6,12 +6,18 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from plume.config import UserError
+
+WIDE_FONTS = (  # with Chinese, Japanese and Korean letters: of Linux, macOS, Windows
+    "Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei",
+    "PingFang SC", "Hiragino Sans GB", "Arial Unicode MS", "Microsoft YaHei", "SimHei",
+)  # fmt: skip
 
 
 @contextmanager
@@ -108,5 +114,13 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, file: Path) -> None:
-    with aside(file) as hidden:
+    """As PNG. Letters outside the usual font come from another that is installed, or are boxes without a warning."""
+    from matplotlib.font_manager import get_font_names
+    from matplotlib.text import Text
+
+    families = ["DejaVu Sans", *sorted(set(WIDE_FONTS) & set(get_font_names()), key=WIDE_FONTS.index)]
+    for text in figure.findobj(Text):
+        text.set_fontfamily(families)
+    with aside(file) as hidden, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure.savefig(hidden, format="png", dpi=120)

@@ -82,7 +82,7 @@ class FinetuneConfig:
     epochs: float = 3.0  # passes over the training rows
     batch: int = 32  # rows in one update
     micro_batch: int | None = None  # examples computed at a time; unset means the whole batch
-    lr: float | None = None  # peak; unset means GPT-1's 6.25e-5 or BERT's 2e-5, and 1e-3 for lora and features
+    lr: float | None = None  # peak; unset: GPT-1's 6.25e-5 or BERT's 2e-5 times 768 / width; 1e-3 for lora and features
     warmup: float | None = None  # share of the steps; unset means GPT-1's 0.002, or 0.1
     weight_decay: float = 0.01  # on matrices; never on biases and norms
     clip: float | None = 1.0  # largest norm of the gradient; unset means unclipped

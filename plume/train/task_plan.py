@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plume.config import FinetuneConfig, TrainConfig, UserError
+from plume.config import FinetuneConfig, ModelConfig, TrainConfig, UserError
 from plume.data.tasks import TaskData, load_task
 from plume.data.transform import ready
 from plume.heads import Model
@@ -22,6 +22,9 @@ from plume.train.span_job import SpanJob
 from plume.train.task_loss import TaskObjective
 from plume.train.translate import Pairs, TranslateJob, Writer
 from plume.weights import load_model, read_config, resolve
+
+PAPER_WIDTH = 768  # of GPT-1 and of BERT's base, for which the papers found their rates
+NEW_WEIGHTS_LR = 1e-3  # for weights that were not pretrained; pretrained ones never get more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,8 @@ class Plan:
     validation: Labelled | Pairs
     metric: str
     auxiliary: float
+    lr: float
+    why_lr: str
 
 
 def make_plan(config: FinetuneConfig, writer: Writer | None = None) -> Plan:
@@ -55,6 +60,7 @@ def make_plan(config: FinetuneConfig, writer: Writer | None = None) -> Plan:
     job = make_job(config, data, tokenizer, writer, causal=said.model.causal, length=length)
     if job.head not in said.family.heads:
         raise UserError(f"a {said.family.model_type} model cannot carry a {job.head} head")
+    lr, why_lr = learning_rate(config, said.model)
     return Plan(
         config=config,
         data=data,
@@ -64,6 +70,8 @@ def make_plan(config: FinetuneConfig, writer: Writer | None = None) -> Plan:
         validation=job.encode(data.validation),
         metric=metric_name(config, data, job),
         auxiliary=auxiliary,
+        lr=lr,
+        why_lr=why_lr,
     )
 
 
@@ -149,18 +157,31 @@ def make_objective(plan: Plan) -> Any:
     return Tokens(plan.config.label_smoothing)
 
 
+def learning_rate(config: FinetuneConfig, model: ModelConfig) -> tuple[float, str]:
+    """The peak and where it comes from.
+
+    Adam moves each weight by about the rate, whatever the gradient, so the sum over a row moves by the rate times the
+    width: the papers' rates belong to their width, and narrower models take larger steps.
+    """
+    if config.lr is not None:
+        return config.lr, "as asked"
+    if config.adapt.mode in ("lora", "features"):
+        return NEW_WEIGHTS_LR, f"for {config.adapt.mode}"
+    paper, rate = ("GPT-1", 6.25e-5) if model.causal else ("BERT", 2e-5)
+    scaled = min(rate * PAPER_WIDTH / model.width, NEW_WEIGHTS_LR)
+    return scaled, f"{paper}'s {rate:g} at width {PAPER_WIDTH}, for width {model.width}"
+
+
 def train_config(plan: Plan, steps_per_epoch: int, seed: int, *, causal: bool) -> TrainConfig:
     config = plan.config
     steps = max(1, math.ceil(config.epochs * steps_per_epoch))
-    small = config.adapt.mode in ("lora", "features")
-    lr = config.lr if config.lr is not None else 1e-3 if small else 6.25e-5 if causal else 2e-5
     warmup = (0.002 if causal else 0.1) if config.warmup is None else config.warmup
     every = max(1, steps_per_epoch // 5) if config.validate_every is None else config.validate_every
     return TrainConfig(
         steps=steps,
         batch=config.batch,
         micro_batch=config.batch if config.micro_batch is None else config.micro_batch,
-        lr=lr,
+        lr=plan.lr,
         beta2=0.999,
         weight_decay=config.weight_decay,
         clip=config.clip,

@@ -1,18 +1,24 @@
 """From a labelled file to a folder that transformers opens and that gives the same answers."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from families import FAMILIES
+from matplotlib.font_manager import get_font_names
 from tiny import BAD, GOOD, random_base, tokenizer_of, write_reviews
 
 import plume
-from plume.config import AdaptConfig, FinetuneConfig, TaskConfig, UserError
+from plume import files
+from plume.config import PRESETS, AdaptConfig, FinetuneConfig, TaskConfig, UserError
 from plume.generate.translating import finetune
 from plume.train.finetune import seeds_of
 from plume.train.labelled import Grouped, Labelled
+from plume.train.report import plot_confusion
+from plume.train.task_plan import learning_rate
 
 QUICK = {"epochs": 2.0, "batch": 16, "lr": 3e-3, "seeds": 1, "device": "cpu", "precision": "fp32", "validate_every": 5}
 
@@ -61,14 +67,43 @@ def test_a_set_that_can_be_learned_is_learned(place):
     assert "median" in report and "text = 'review' (guessed)" in report and "neg 50.0%" in report
 
 
+@pytest.mark.parametrize(
+    ("preset", "rate"),
+    [("openai-gpt", 6.25e-5), ("bert-base-cased", 2e-5), ("bert-large-cased", 1.5e-5), ("gpt-laptop", 3.75e-4)],
+)
+def test_the_papers_rates_follow_the_width(preset, rate):
+    """Width 768 is the papers' own; 1024 and 128 are their rates times 768 / width."""
+    config = FinetuneConfig(model="any", task=TaskConfig(train="any.csv"), folder="any")
+    assert learning_rate(config, PRESETS[preset])[0] == pytest.approx(rate)
+    assert learning_rate(replace(config, lr=0.5), PRESETS[preset]) == (0.5, "as asked")
+    narrow = replace(PRESETS[preset], width=4, heads=1)
+    features = replace(config, adapt=AdaptConfig(mode="features"))
+    assert learning_rate(config, narrow)[0] == learning_rate(features, PRESETS[preset])[0] == 1e-3
+
+
+def test_the_rate_is_said_before_training(place, capsys):
+    finetune(config_for(place, "bert", "told", reviews(place), lr=None, epochs=0.2))
+    said = capsys.readouterr().out
+    assert "learning rate 0.000" in said or "learning rate 0.001" in said
+    assert f"BERT's 2e-05 at width 768, for width {FAMILIES['bert'].width}" in said
+
+
+def test_labels_in_chinese_are_drawn_without_a_warning(tmp_path, monkeypatch):
+    """Warnings are errors here; and without any font that has the letters there are boxes, but no warning."""
+    for name, fonts in (("usual.png", files.WIDE_FONTS), ("boxes.png", ())):
+        monkeypatch.setattr(files, "WIDE_FONTS", fonts)
+        plot_confusion(np.array([[3, 1], [0, 4]]), ["好评", "差评 ★"], tmp_path / name)
+    usual, boxes = ((tmp_path / name).read_bytes() for name in ("usual.png", "boxes.png"))
+    installed = set(get_font_names()) & {"Noto Sans CJK SC", "PingFang SC", "Microsoft YaHei"}
+    assert usual[:4] == b"\x89PNG" and (usual != boxes if installed else True)
+
+
 def test_a_run_that_learns_nothing_is_flagged(place):
     result = finetune(config_for(place, "bert", "stuck", reviews(place), lr=1e-9, epochs=0.5))
     assert result.seeds[0].failed and "FAILED" in (result.folder / "report.md").read_text()
 
 
 def test_resuming_keeps_finished_seeds_and_gives_the_same(place):
-    from dataclasses import replace
-
     config = config_for(place, "gpt2", "resumed", reviews(place), epochs=1.0, seeds=2)
     whole = finetune(config)
     import shutil
