@@ -71,7 +71,7 @@ class CpuEngine:
         head_blocks = -(-c.head_width // LANES)
         strides = self._strides(capacity)
         private = 2 * (strides["width_stride"] + strides["codes_stride"])
-        private += 4 * strides["scores_stride"] + 4 * head_blocks * LANES * 4
+        private += kernels.MANY * (strides["scores_stride"] + (head_blocks * LANES + 1) * 4)
         private_bytes = -(-private // 4096) * 4096 + 192
         owners = self.slots * c.layers * c.heads
         sizes = {

@@ -74,8 +74,11 @@ _tiles_int8 = {n: lanes.int8_tile(n, 1) for n in (1, 2, 3, 4, 8, 12)}
 float_1, float_2, float_3, float_4, float_8, float_12 = _tiles_float.values()
 int8_1, int8_2, int8_3, int8_4, int8_8, int8_12 = _tiles_int8.values()
 float_1x4, int8_1x4 = lanes.float_tile(1, 4, 2), lanes.int8_tile(1, 4)
-mix_1, mix_1x4, mix_4, mix_4x4 = (lanes.float_tile(q, p, 1) for q, p in ((1, 1), (1, 4), (4, 1), (4, 4)))
 WIDE = lanes.WIDE
+FEW, MANY = 4, 12 if WIDE else 3  # neighbouring queries that attend together
+mix_1, mix_1x4, mix_few, mix_few_2, mix_many, mix_many_2 = (
+    lanes.float_tile(q, p, 1) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, 2))
+)
 
 if sys.platform == "win32":
 
@@ -110,7 +113,8 @@ LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.
 E0, E1, E2, E3, E4, E5 = (
     np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 )
-ONE, HALF, LOWEST, HIGHEST = np.float32(1), np.float32(0.5), np.float32(-87.0), np.float32(88.0)
+ONE, HALF = np.float32(1), np.float32(0.5)
+LOWEST, HIGHEST = np.float32(-88.0), np.float32(88.0)  # the lowest gives exactly 0, so that no product is denormal
 TANH_A, TANH_B = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
 ROOT_HALF = np.float32(math.sqrt(0.5))
 
@@ -163,23 +167,26 @@ def normalise(source: int, out: int, width: int, norm: int) -> None:
 @compiled
 def quantise(source: int, width: int, row: int, depth: int, first: int, last: int) -> None:
     """The groups first..last of one row of floats as bytes, scales and starting sums (see lanes.int8_tile)."""
-    x, codes = carray(lanes.floats_at(source), (width,)), carray(lanes.bytes_at(row), (depth,))
     groups = depth // GROUP
     scales = carray(lanes.floats_at(row + depth), (groups,))
     starts = carray(lanes.ints_at(row + depth + 4 * groups), (groups,))
     for g in range(first, last):
-        begin, end = g * GROUP, min((g + 1) * GROUP, width)
+        x, codes = (
+            carray(lanes.floats_at(source + g * GROUP * 4), (GROUP,)),
+            carray(lanes.bytes_at(row + g * GROUP), (GROUP,)),
+        )
+        filled = min(GROUP, width - g * GROUP)
         largest = np.float32(1e-30)
-        for i in range(begin, end):
-            largest = max(largest, abs(x[i]))
+        for i in range(filled):
+            largest = lanes.larger(largest, abs(x[i]))
         scale = largest / np.float32(127)
         inverse = ONE / scale
         total = np.int32(0)
-        for i in range(begin, end):
+        for i in range(filled):
             code = np.int32(np.floor(x[i] * inverse + HALF))
             codes[i] = code
             total += code
-        for i in range(end, begin + GROUP):
+        for i in range(filled, GROUP):
             codes[i] = 0
         scales[g] = scale
         starts[g] = np.int32(0) if SIGNED_DOT else np.int32(-128) * total
@@ -317,27 +324,58 @@ def remember(shape: Shape, layer: int, head: int, slots: Any, positions: Any, ro
 
 
 @compiled
-def soften(scores: Any, first: int, low: int, high: int, until: int, scale: Any) -> None:
-    """Softmax of scores low..high in place; zeros around it, since tiles cover whole blocks. Index 0 is `first`."""
-    largest = np.float32(-3e38)
-    for i in range(low - first, high - first):
-        largest = max(largest, scores[i])
-    total = np.float32(0)
-    for i in range(low - first, high - first):
-        scores[i] = exp((scores[i] - largest) * scale)
-    for i in range(low - first, high - first):
-        total += scores[i]
-    for i in range(low - first, high - first):
-        scores[i] /= total
-    for i in range(low - first):
-        scores[i] = np.float32(0)
-    for i in range(high - first, until - first):
-        scores[i] = np.float32(0)
+def clear(address: int, count: int) -> None:
+    x = carray(lanes.floats_at(address), (count,))
+    for i in range(count):
+        x[i] = np.float32(0)
+
+
+@compiled
+def soften(scores: int, before: int, count: int, after: int, scale: Any) -> Any:
+    """So many scores become their softmax times the number that is returned; those around them, which tiles have
+    computed too, become zeros."""
+    clear(scores, before)
+    clear(scores + (before + count) * 4, after)
+    x = carray(lanes.floats_at(scores + before * 4), (count,))
+    largest, total = np.float32(-3e38), np.float32(0)
+    for i in range(count):
+        largest = lanes.larger(largest, x[i])
+    for i in range(count):
+        x[i] = exp((x[i] - largest) * scale)
+        total += x[i]
+    return total
+
+
+@compiled
+def mix(
+    queries: int, at: int, block_stride: int, blocks: int, values: int, stride: int, out: int, out_stride: int,
+    depth: int,
+) -> None:  # fmt: skip
+    """So many queries times blocks of 16 keys, or their weights times blocks of 16 columns of the values."""
+    b = 0
+    while b < blocks:
+        a, o, taken = at + b * block_stride, out + b * LANES * 4, 1
+        if queries == 1 and b + 4 <= blocks:
+            mix_1x4(a, block_stride, values, stride, 0, o, out_stride, depth)
+            taken = 4
+        elif queries == 1:
+            mix_1(a, 0, values, stride, 0, o, out_stride, depth)
+        elif queries == MANY and b + 2 <= blocks:
+            mix_many_2(a, block_stride, values, stride, 0, o, out_stride, depth)
+            taken = 2
+        elif queries == MANY:
+            mix_many(a, 0, values, stride, 0, o, out_stride, depth)
+        elif b + 2 <= blocks:
+            mix_few_2(a, block_stride, values, stride, 0, o, out_stride, depth)
+            taken = 2
+        else:
+            mix_few(a, 0, values, stride, 0, o, out_stride, depth)
+        b += taken
 
 
 @compiled
 def attend(shape: Shape, layer: int, head: int, slot: int, position: int, m: int, queries: int, memory: int) -> None:
-    """Attention of one head for 1 or 4 neighbouring rows of one sequence, the first at this position."""
+    """Attention of one head for 1, FEW or MANY neighbouring rows of one sequence, the first at this position."""
     size, capacity = shape.head_width, shape.capacity
     blocks = (size + LANES - 1) // LANES
     owner = (slot * shape.layers + layer) * shape.heads + head
@@ -346,47 +384,33 @@ def attend(shape: Shape, layer: int, head: int, slot: int, position: int, m: int
     band = shape.band if layer % 2 else 0
     low_block = max(0, position - band + 1) // LANES if band else 0
     until = position + queries
-    first, high_block = low_block * LANES, (until + LANES - 1) // LANES
-    query, stride = shape.qkv + m * shape.qkv_stride + head * size * 4, shape.qkv_stride
-    scores, out = memory, memory + 4 * shape.scores_stride
-    b = low_block
-    while b < high_block:
-        at, to = keys + b * size * LANES * 4, scores + (b - low_block) * LANES * 4
-        wide = b + 4 <= high_block
-        if queries == 4:
-            if wide:
-                mix_4x4(at, size * LANES * 4, query, stride, 0, to, shape.scores_stride, size)
-            else:
-                mix_4(at, 0, query, stride, 0, to, shape.scores_stride, size)
-        elif wide:
-            mix_1x4(at, size * LANES * 4, query, stride, 0, to, shape.scores_stride, size)
-        else:
-            mix_1(at, 0, query, stride, 0, to, shape.scores_stride, size)
-        b += 4 if wide else 1
+    first, key_blocks = low_block * LANES, (until + LANES - 1) // LANES - low_block
+    query = shape.qkv + m * shape.qkv_stride + head * size * 4
+    scores, out = memory, memory + MANY * shape.scores_stride
+    at, block = keys + low_block * size * LANES * 4, size * LANES * 4
+    mix(queries, at, block, key_blocks, query, shape.qkv_stride, scores, shape.scores_stride, size)
     scale = ONE / np.sqrt(np.float32(size))
+    totals = carray(lanes.floats_at(out + MANY * blocks * LANES * 4), (MANY,))
     for q in range(queries):
-        row = carray(lanes.floats_at(scores + q * shape.scores_stride), (capacity,))
-        low = max(0, position + q - band + 1) if band else 0
-        soften(row, first, low, position + q + 1, until, scale)
-    b = 0
-    while b < blocks:
-        at, to = values + (b * capacity + first) * LANES * 4, out + b * LANES * 4
-        wide = b + 4 <= blocks
-        if queries == 4:
-            if wide:
-                mix_4x4(at, capacity * LANES * 4, scores, shape.scores_stride, 0, to, blocks * LANES * 4, until - first)
-            else:
-                mix_4(at, 0, scores, shape.scores_stride, 0, to, blocks * LANES * 4, until - first)
-        elif wide:
-            mix_1x4(at, capacity * LANES * 4, scores, shape.scores_stride, 0, to, blocks * LANES * 4, until - first)
-        else:
-            mix_1(at, 0, scores, shape.scores_stride, 0, to, blocks * LANES * 4, until - first)
-        b += 4 if wide else 1
+        low, high = max(0, position + q - band + 1) if band else 0, position + q + 1
+        totals[q] = soften(scores + q * shape.scores_stride, low - first, high - low, until - high, scale)
+    at, block = values + first * LANES * 4, capacity * LANES * 4
+    mix(queries, at, block, blocks, scores, shape.scores_stride, out, blocks * LANES * 4, until - first)
     for q in range(queries):
         source = carray(lanes.floats_at(out + q * blocks * LANES * 4), (size,))
         target = carray(lanes.floats_at(shape.mixed + (m + q) * shape.width_stride + head * size * 4), (size,))
+        share = ONE / totals[q]
         for d in range(size):
-            target[d] = source[d]
+            target[d] = source[d] * share
+
+
+@compiled
+def neighbours(slots: Any, positions: Any, m: int, rows: int) -> int:
+    """How many rows from this one on are one sequence's next tokens, told as MANY, FEW or 1."""
+    n = 1
+    while n < MANY and m + n < rows and slots[m + n] == slots[m] and positions[m + n] == positions[m] + n:
+        n += 1
+    return MANY if n == MANY else FEW if n >= FEW else 1
 
 
 @compiled
@@ -396,10 +420,7 @@ def attention(shape: Shape, layer: int, thread: int, slots: Any, positions: Any,
         remember(shape, layer, head, slots, positions, rows)
         m = 0
         while m < rows:
-            together = m + 4 <= rows
-            for i in range(1, 4):
-                together = together and slots[m + i] == slots[m] and positions[m + i] == positions[m] + i
-            queries = 4 if together else 1
+            queries = neighbours(slots, positions, m, rows)
             attend(shape, layer, head, slots[m], positions[m], m, queries, memory)
             m += queries
 
@@ -407,12 +428,12 @@ def attention(shape: Shape, layer: int, thread: int, slots: Any, positions: Any,
 @compiled
 def add_rows(shape: Shape, result: int, base: int, rows: int, panels: int, until: int) -> None:
     """x = base + result, on the columns of these panels."""
-    begin, end = panels * PANEL, min(until * PANEL, shape.width)
+    begin, count = panels * PANEL * 4, min(until * PANEL, shape.width) - panels * PANEL
     for m in range(rows):
-        x = carray(lanes.floats_at(shape.x + m * shape.width_stride), (shape.width,))
-        old = carray(lanes.floats_at(base + m * shape.width_stride), (shape.width,))
-        new = carray(lanes.floats_at(result + m * shape.width_stride), (shape.width,))
-        for i in range(begin, end):
+        at = m * shape.width_stride + begin
+        x = carray(lanes.floats_at(shape.x + at), (count,))
+        old, new = carray(lanes.floats_at(base + at), (count,)), carray(lanes.floats_at(result + at), (count,))
+        for i in range(count):
             x[i] = old[i] + new[i]
 
 

@@ -272,6 +272,17 @@ def _intrinsic(emit: Callable[[Any, Any], None], count: int) -> Any:
 
 
 @intrinsic
+def larger(typing: Any, a: Any, b: Any) -> Any:
+    """The larger of two numbers, neither a NaN: unlike max(), this lets a loop over it become vector code."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = builder.module.declare_intrinsic("llvm.maxnum.f32", [], ir.FunctionType(F32, [F32, F32]))
+        return builder.call(function, args, fastmath=("nnan", "nsz"))
+
+    return types.float32(types.float32, types.float32), codegen
+
+
+@intrinsic
 def atomic_add(typing: Any, address: Any, amount: Any) -> Any:
     """Add to a shared counter; returns what it was."""
 
