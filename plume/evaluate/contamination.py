@@ -16,7 +16,8 @@ from plume.data.shards import MANIFEST
 from plume.data.words import Hashes, run_hashes, word_hashes
 from plume.evaluate.kinds import METRICS, headline
 from plume.evaluate.metrics import Metric
-from plume.evaluate.run import Run, write_records
+from plume.evaluate.run import Run
+from plume.files import write_rows
 from plume.text import load_tokenizer
 
 
@@ -88,7 +89,7 @@ def contaminated(run: Run, training_data: Sequence[str], ngram: int, file: Path 
     for record in run.kept:
         record["overlap"] = shares[record["item"]]
     if file is not None:
-        write_records(file, run.kept)
+        write_rows(file, run.kept)
     dirty = [record for record in run.kept if record["overlap"] > 0]
     clean = [record for record in run.kept if record["overlap"] == 0]
     measure = METRICS[run.task.kind]

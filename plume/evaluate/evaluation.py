@@ -26,8 +26,7 @@ def run_all(config: EvaluateConfig) -> Report:
     subject = Subject(config)
     store_file = None if config.out is None else config.out / "scores.sqlite"
     reports: list[TaskReport] = []
-    identity = f"{subject.hash} {subject.tokenizer.hash} {config.dtype}"
-    with Store(store_file, identity) as store, Progress() as progress:
+    with Store(store_file, subject.identity) as store, Progress() as progress:
         runs = [[Run(task, protocol, subject, store, config, seed) for seed in seeds(task, config)] for task in tasks]
         for task_runs in runs:
             task_runs[0].check_kind()  # before anything is computed

@@ -30,7 +30,7 @@ class PlumeLM(HarnessLM):  # type: ignore[misc]
         config = EvaluateConfig(model=str(pretrained), tasks=("-",), device="auto" if device is None else device)
         self.subject = pretrained if isinstance(pretrained, Subject) else Subject(config)
         path = None if self.subject.config.out is None else self.subject.config.out / "scores.sqlite"
-        self.store = Store(path, f"{self.subject.hash} {self.subject.tokenizer.hash} {self.subject.config.dtype}")
+        self.store = Store(path, self.subject.identity)
         self.tokens = 0
 
     @property

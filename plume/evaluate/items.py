@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from plume.config import UserError
 
@@ -36,10 +36,12 @@ class LastWord:
     where: str
     context: str
     word: str  # with the blank before it
+    opening: str = ""  # stands before everything, also before examples
+    gap: str = ""  # between the two where the item is an example
 
     @property
     def solved(self) -> str:
-        return self.context + self.word
+        return self.context + self.gap + self.word
 
     @property
     def text(self) -> str:
@@ -65,14 +67,18 @@ class Question:
     prompt: str
     answers: tuple[str, ...]
     stop: tuple[str, ...] = ("\n",)
-    tokens: int = 32
+    tokens: int  # at most, of the model's answer
     top_k: int = 1  # 1 is greedy
+    beams: int = 1  # more than one searches for the likeliest answer
     source: str = ""  # what an encoder-decoder translates
     opening: str = ""  # stands before everything, also before examples
+    gap: str = " "  # before the answer where the item is an example
+    same: Literal["squad", "but-marks", "but-articles"] = "squad"  # which answers are the same
+    sentences: int | None = None  # of the answer that count
 
     @property
     def solved(self) -> str:
-        return f"{self.prompt} {self.answers[0]}"
+        return self.prompt + self.gap + self.answers[0]
 
     @property
     def text(self) -> str:

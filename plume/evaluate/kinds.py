@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from plume.evaluate import metrics
-from plume.evaluate.items import Choice, Item, Judgement, LastWord, Passage, Question
+from plume.evaluate.items import Blank, Choice, Item, Judgement, LastWord, Passage, Question
 from plume.evaluate.metrics import Calibration, Metric
 from plume.evaluate.protocols import Protocol, pair, request
 from plume.evaluate.reading import Score
@@ -28,6 +28,12 @@ class Asked:
     requests: tuple[Request, ...]
     cut: bool = False
     number: int = 0  # its place among the task's items
+
+
+def of_task(protocol: Protocol, task: Task, *, shots: int) -> Protocol:
+    """The protocol as it is for one task and so many examples."""
+    delimiter = task.delimiters.get(protocol.name, protocol.delimiter)
+    return replace(protocol, delimiter=delimiter, cloze=protocol.cloze and shots > 0)
 
 
 class Asker:
@@ -57,7 +63,7 @@ class Asker:
         return Asked(item, tuple(r for r, _ in made), any(cut for _, cut in made))
 
     def _last_word(self, item: LastWord) -> tuple[Request, bool]:
-        context, target = self.pair(item.context, item.word)
+        context, target = self.pair(item.opening + item.context, item.word)
         if self.task.last_token:
             context, target = [*context, *target[:-1]], target[-1:]
         return self._request(context, target, self.task.filters and self.protocol.stop_words)
@@ -161,13 +167,12 @@ def text_metrics(task: Task, records: Sequence[Record]) -> dict[str, Metric]:
 
 def said_metrics(task: Task, records: Sequence[Record]) -> dict[str, Metric]:
     """Generated and filled-in texts: measures of each text, and those that only a whole set of texts has."""
-    names = [name for name in task.measures if name not in ("bleu", "chrf")] if task.measures else ["exact_match"]
-    found = {name: metrics.mean([r[name] for r in records]) for name in names}
     said, answers = [r["said"] for r in records], [r["answers"] for r in records]
-    for name, measure in (("bleu", metrics.bleu), ("chrf", metrics.chrf)):
-        if name in task.measures:
-            found[name] = measure(said, answers)
-    return found
+    whole = {"bleu": metrics.bleu, "chrf": metrics.chrf}
+    return {
+        name: whole[name](said, answers) if name in whole else metrics.mean([r[name] for r in records])
+        for name in task.measures
+    }
 
 
 METRICS: dict[str, Callable[[Task, Sequence[Record]], dict[str, Metric]]] = {
@@ -180,21 +185,23 @@ METRICS: dict[str, Callable[[Task, Sequence[Record]], dict[str, Metric]]] = {
 }
 
 
-def said_record(task: Task, said: str, answers: Sequence[str]) -> Record:
-    said = said.strip() if task.sentences is None else metrics.sentences(said, task.sentences)
+def said_record(task: Task, item: Question | Blank, said: str) -> Record:
+    """What was said, cut to what counts of it, and how it measures up to each answer."""
+    if isinstance(item, Blank):
+        said, answers, same = said.strip(), (item.answer,), "squad"
+    else:
+        said, answers, same = metrics.sentences(said, item.sentences), item.answers, item.same
     said = said.split("\n")[0] if task.people else said
-    record: Record = {"said": said, "answers": list(answers)}
     measures: Mapping[str, Callable[[str, Sequence[str]], float]] = {
-        "exact_match": metrics.exact_match,
+        "exact_match": partial(metrics.exact_match, normal=metrics.NORMAL[same]),
         "f1": metrics.f1,
     }
-    for name in task.measures or ("exact_match",):
+    record: Record = {"said": said, "answers": list(answers)}
+    for name in task.measures:
         if name in measures:
             measure = partial(metrics.among, measures[name]) if task.people else measures[name]
             record[name] = measure(said, answers)
-    if any(name.startswith("rouge") for name in task.measures):
-        record |= metrics.rouge(said, answers)
-    return record
+    return record | (metrics.rouge(said, answers) if "rouge1" in task.measures else {})
 
 
 def headline(task: Task, protocol: Protocol, found: Mapping[str, Metric]) -> str:

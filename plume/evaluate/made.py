@@ -45,7 +45,7 @@ def words() -> tuple[str, ...]:
     """Frequent English words: those of the manual that comes with Python, so that no file is needed."""
     from pydoc_data.topics import topics
 
-    found = Counter(re.findall(r"\b[a-z]{5,15}\b", "\n".join(topics.values())))
+    found = Counter(re.findall(r"\b[a-z]{5,14}\b", "\n".join(topics.values())))
     return tuple(sorted(found, key=lambda w: (-found[w], w))[:ITEMS])
 
 

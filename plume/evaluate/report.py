@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from plume.evaluate.contamination import Seen
 from plume.evaluate.metrics import Metric, higher_is_better
 from plume.evaluate.published import published
 from plume.evaluate.run import Result
+from plume.files import new_figure, save_figure, write_json, write_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -84,24 +86,13 @@ def read_report(folder: Path) -> Report:
 
 
 def write_report(report: Report, out: Path, *, plots: bool) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     earlier = read_history(out)
-    names: list[str] = []
-    if plots:
-        from plume.evaluate.plots import plot_report
-
-        names = plot_report(report, out)
-    put(out / "report.md", markdown(report, earlier, names))
-    put(out / "report.json", json.dumps(report.plain(), indent=1, ensure_ascii=False) + "\n")
+    names = draw_report(report, out) if plots else []
+    write_text(out / "report.md", markdown(report, earlier, names))
+    write_json(out / "report.json", report.plain())
     with (out / HISTORY).open("a", encoding="utf-8") as stream:
         for row in history_rows(report):
             stream.write(json.dumps(row) + "\n")
-
-
-def put(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
 
 
 def summary(report: Report) -> Table:
@@ -235,3 +226,66 @@ def contamination_section(seen: Seen) -> list[str]:
         f"{seen.overlap:.1%} of an item's runs were found. {seen.short} items are shorter than that and count as clean."
     )
     return [said, table(["items", "count", seen.metric], rows)]
+
+
+# ---- plots -------------------------------------------------------------------------------------------------------
+
+
+def draw_report(report: Report, out: Path) -> list[str]:
+    """Draw what there is to draw; returns the files' names."""
+    drawn = {"scores.png": scores, "loss_by_position.png": positions, "calibration.png": calibration}
+    return [name for name, draw in drawn.items() if picture(out / name, partial(draw, report))]
+
+
+def picture(file: Path, draw: Callable[[Any], bool]) -> bool:
+    """One pair of axes in a file, unless there is nothing to draw."""
+    figure = new_figure(8, 5)
+    drawn = draw(figure.add_subplot())
+    if drawn:
+        save_figure(figure, file)
+    return drawn
+
+
+def scores(report: Report, axes: Any) -> bool:
+    """Accuracies as bars with their errors; other units do not fit beside them."""
+    shown = [t for t in report.tasks if t.first.headline.startswith(("acc", "exact", "f1", "mcc", "rouge"))]
+    if not shown:
+        return False
+    values = [t.score() for t in shown]
+    errors = [0.0 if v.stderr is None else 1.96 * v.stderr for v in values]
+    axes.barh([f"{t.first.task} ({t.first.headline})" for t in shown], [v.value for v in values], xerr=errors)
+    axes.invert_yaxis()
+    axes.set_xlim(min(0.0, *(v.value for v in values)) if len(values) > 1 else 0.0, 1.0)
+    axes.set_xlabel("score, with its 95 % interval")
+    axes.grid(axis="x", alpha=0.3)
+    return True
+
+
+def positions(report: Report, axes: Any) -> bool:
+    shown = [t.first for t in report.tasks if len(t.first.by_position.get("from", ())) > 1]
+    for result in shown:
+        places = [place + 1 for place in result.by_position["from"]]
+        axes.plot(places, result.by_position["loss"], "o-", label=result.task)
+    if shown:
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("tokens before, and one")
+        axes.set_ylabel("loss (nats per token)")
+        axes.legend()
+        axes.grid(alpha=0.3)
+    return bool(shown)
+
+
+def calibration(report: Report, axes: Any) -> bool:
+    shown = [t.first for t in report.tasks if sum(t.first.calibration.get("count", ())) > 0]
+    axes.plot([0, 1], [0, 1], ":", color="grey")
+    for result in shown:
+        bins = result.calibration
+        known = [i for i, count in enumerate(bins["count"]) if count]
+        label = f"{result.task} (error {bins['error']:.3f})"
+        axes.plot([bins["confidence"][i] for i in known], [bins["right"][i] for i in known], "o-", label=label)
+    if shown:
+        axes.set_xlabel("how sure the model was")
+        axes.set_ylabel("how often it was right")
+        axes.legend()
+        axes.grid(alpha=0.3)
+    return bool(shown)

@@ -16,7 +16,7 @@ from typing import Any
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import metrics
 from plume.evaluate.items import SOLVABLE, Blank, Item, Judgement, Question
-from plume.evaluate.kinds import METRICS, RECORDS, Asked, Asker, Record, headline, said_record, with_shots
+from plume.evaluate.kinds import METRICS, RECORDS, Asked, Asker, Record, headline, of_task, said_record, with_shots
 from plume.evaluate.metrics import ByPosition, Calibration, Metric
 from plume.evaluate.progress import Progress
 from plume.evaluate.protocols import Protocol, TooLong
@@ -24,6 +24,7 @@ from plume.evaluate.reading import Score
 from plume.evaluate.store import BLOCK, Store
 from plume.evaluate.subject import Subject, Writer
 from plume.evaluate.tasks import Source, Task, find
+from plume.files import write_rows
 
 WRITTEN_TOGETHER = 32  # answers that are generated, and then kept, at a time
 THRESHOLD_ITEMS = 500  # training items that a threshold is chosen on
@@ -82,7 +83,8 @@ class Run:
     def __init__(
         self, task: Task, protocol: Protocol, subject: Subject, store: Store, config: EvaluateConfig, seed: int
     ) -> None:
-        self.task, self.protocol, self.subject, self.store = task, protocol, subject, store
+        self.task, self.protocol = task, of_task(protocol, task, shots=config.shots)
+        self.subject, self.store = subject, store
         self.config, self.seed = config, seed
         self.positions, self.calibration = ByPosition(), Calibration()
         self.tokens = self.cut = self.skipped = 0
@@ -101,7 +103,7 @@ class Run:
             raise UserError(f"none of the {len(items)} items of {self.task.name} fits into the model's context")
         self.judge(records)
         if records_file is not None:
-            write_records(records_file, records)
+            write_rows(records_file, records)
         found = METRICS[self.task.kind](self.task, records)
         return Result(
             task=self.task.name,
@@ -256,7 +258,8 @@ class Run:
             for key, item in zip(keys, block, strict=True):
                 said, tokens = json.loads(known[key])
                 self.tokens += tokens
-                yield {"where": item.where, **said_record(self.task, said, answers_of(item))}
+                assert isinstance(item, Question | Blank)
+                yield {"where": item.where, **said_record(self.task, item, said)}
 
     # -- judging
 
@@ -284,11 +287,6 @@ def batched(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
         yield block
 
 
-def answers_of(item: Item) -> tuple[str, ...]:
-    assert isinstance(item, Question | Blank)
-    return item.answers if isinstance(item, Question) else (item.answer,)
-
-
 def blocks(asked: Iterable[Asked]) -> Iterator[list[Asked]]:
     """Items with about BLOCK requests together: enough to sort by length, few enough to hold."""
     block: list[Asked] = []
@@ -301,12 +299,3 @@ def blocks(asked: Iterable[Asked]) -> Iterator[list[Asked]]:
             block, held = [], 0
     if block:
         yield block
-
-
-def write_records(path: Path, records: Sequence[Record]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}")
-    with aside.open("w", encoding="utf-8") as stream:
-        for record in records:
-            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
-    aside.replace(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from plume.config import PretrainConfig, SweepConfig, UserError
-from plume.evaluate.plots import picture
-from plume.evaluate.report import put, table
+from plume.evaluate.report import picture, table
+from plume.files import write_json, write_text
 from plume.train.runs import RECIPE, RunInfo, read_metrics, read_run
 
 
@@ -43,9 +42,9 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
                 raise UserError(f"stopped while training {name}; the same command goes on from there")
     sizes = [measured(config.folder / name, name) for name in ordered(config.sizes)]
     report: dict[str, Any] = {"sizes": [asdict(size) for size in sizes], "fits": fits(sizes)}
-    put(config.folder / "report.json", json.dumps(report, indent=1) + "\n")
+    write_json(config.folder / "report.json", report)
     pictures = draw(sizes, config.folder)
-    put(config.folder / "report.md", markdown(sizes, report["fits"], pictures))
+    write_text(config.folder / "report.md", markdown(sizes, report["fits"], pictures))
     return report
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from plume.config import UserError
@@ -13,6 +14,10 @@ from plume.evaluate.protocols import Protocol
 from plume.evaluate.texts import plain_book
 
 LETTERS = "ABCDEFGH"
+LANGUAGES = {"de": "German", "en": "English", "fr": "French"}
+FILL = "Fill in blank:\n\n"
+NEW_TOKENS = 256  # what the harness writes where a task does not say how much
+BEAMS = 4  # GPT-3's free answers
 
 
 # ---- the last word -----------------------------------------------------------------------------------------------
@@ -22,8 +27,12 @@ def lambada(row: Row, protocol: Protocol) -> Iterator[LastWord]:
     words = row.text("text").split(" ")
     if len(words) < 2:
         raise UserError(f"{row.where}: a text of one word has no last word to predict")
-    blank = " ____. ->" if protocol.cloze else ""
-    yield LastWord(where=row.where, context=" ".join(words[:-1]) + blank, word=" " + words[-1])
+    context, word = " ".join(words[:-1]), " " + words[-1]
+    if protocol.cloze:
+        yield LastWord(where=row.where, opening=FILL, context=f"{context} ____. ->", word=word)
+    else:
+        # the harness puts its own blank before one that is there already, though in examples only
+        yield LastWord(where=row.where, context=context, word=word, gap=" " if protocol.name == "harness" else "")
 
 
 def lambada_fill(row: Row, protocol: Protocol) -> Iterator[Blank]:
@@ -267,41 +276,74 @@ def cola_gpt1(row: Row, protocol: Protocol) -> Iterator[Judgement]:
 # ---- going on ----------------------------------------------------------------------------------------------------
 
 
-def translation(row: Row, protocol: Protocol) -> Iterator[Question]:
-    pair = row.get("translation", row)
-    languages = list(pair) if "translation" in row else ["source", "target"]
-    source, target = (Row(pair, row.where).text(name) for name in languages[:2])
-    yield Question(where=row.where, prompt=f"{source} =", answers=(target,), tokens=100, source=source)
+def answered(row: Row, protocol: Protocol, prompt: str, answers: tuple[str, ...]) -> Question:
+    """A question whose answer is one line; GPT-3's are searched for, the others' written greedily."""
+    if not answers:
+        raise UserError(f"{row.where}: there is no answer to compare with")
+    tokens = NEW_TOKENS if protocol.name == "harness" else 32
+    beams = BEAMS if protocol.name == "gpt3-paper" else 1
+    return Question(where=row.where, prompt=prompt, answers=answers, tokens=tokens, beams=beams)
+
+
+def translation(row: Row, protocol: Protocol, *, languages: tuple[str, str]) -> Iterator[Question]:
+    if "translation" in row:  # the hub's form
+        source, target = (Row(row["translation"], row.where).text(language) for language in languages)
+    else:
+        source, target = row.text("source"), row.text("target")
+    if protocol.name == "harness":
+        first, second = (LANGUAGES[language] for language in languages)
+        item = answered(row, protocol, f"{first} phrase: {source}\n{second} phrase:", (target,))
+        yield replace(item, source=source, gap="  ")  # a blank of the task's and one of the harness's own
+    else:
+        yield replace(answered(row, protocol, f"{source} =", (target,)), source=source, tokens=100)
 
 
 def summary(row: Row, protocol: Protocol) -> Iterator[Question]:
     """GPT-2's: 100 tokens of top-k 2 after TL;DR:, of which the first three sentences count."""
-    prompt, highlights = f"{row.text('article')}\nTL;DR:", row.text("highlights")
-    yield Question(where=row.where, prompt=prompt, answers=(highlights,), stop=(), tokens=100, top_k=2)
-
-
-def open_question(row: Row, protocol: Protocol, *, words: tuple[str, str], opening: str) -> Iterator[Question]:
-    """A question out of nothing; `words` and `opening` are the harness's."""
-    answers = row["answer"] if "answer" in row else row["answers"]
-    if isinstance(answers, Mapping):  # TriviaQA
-        answers = [answers.get("value"), *answers.get("aliases", ())]
-    accepted = (answers,) if isinstance(answers, str) else tuple(dict.fromkeys(answers))
-    question = row.text("question")
+    article, answers = row.text("article"), (row.text("highlights"),)
     if protocol.name == "harness":
-        prompt, stop = f"{words[0]}: {question}?\n{words[1]}:", ("\n", ".", ",")
-        yield Question(where=row.where, prompt=prompt, answers=accepted, stop=stop, opening=opening)
-        return
+        prompt = f"Summarize the following article:\n\n{article}\n\nSummary:"
+        yield Question(where=row.where, prompt=prompt, answers=answers, stop=("\n\n",), tokens=128)
+    else:
+        prompt = f"{article}\nTL;DR:"
+        yield Question(where=row.where, prompt=prompt, answers=answers, stop=(), tokens=100, top_k=2, sentences=3)
+
+
+def natural_question(row: Row, protocol: Protocol) -> Iterator[Question]:
+    answers = row["answer"] if "answer" in row else row["answers"]
+    item = open_question(row, protocol, (answers,) if isinstance(answers, str) else answers, ("Q", "A"))
+    if protocol.name == "harness":
+        item = replace(item, opening="Answer these questions:\n\n", same="but-articles")
+    yield item
+
+
+def trivia_question(row: Row, protocol: Protocol) -> Iterator[Question]:
+    """Every alias counts; for the harness the name itself does only where it is among them."""
+    harness, answer = protocol.name == "harness", row["answer"]
+    if not isinstance(answer, Mapping):
+        raise UserError(f"{row.where}: the answer should have a value and aliases, and is {answer!r}")
+    aliases = [] if harness else [answer["value"]]
+    item = open_question(row, protocol, [*aliases, *answer.get("aliases", ())], ("Question", "Answer"))
+    yield replace(item, same="but-marks") if harness else item
+
+
+def open_question(row: Row, protocol: Protocol, answers: Sequence[str], words: tuple[str, str]) -> Question:
+    """A question out of nothing; `words` are the harness's."""
+    question, accepted = row.text("question"), tuple(dict.fromkeys(answers))
+    if protocol.name == "harness":
+        prompt = f"{words[0]}: {question}?\n{words[1]}:"
+        return replace(answered(row, protocol, prompt, accepted), stop=("\n", ".", ","))
     question = question[:1].upper() + question[1:].removesuffix("?")
     between = "\n\n" if protocol.name == "gpt3-paper" else "\n"
-    yield Question(where=row.where, prompt=f"Q: {question}?{between}A:", answers=accepted)
+    return answered(row, protocol, f"Q: {question}?{between}A:", accepted)
 
 
 def squad(row: Row, protocol: Protocol) -> Iterator[Question]:
     answers = row["answers"]
     texts = tuple(dict.fromkeys(answers["text"] if isinstance(answers, Mapping) else [a["text"] for a in answers]))
-    title, context = row.text("title"), row.text("context")
-    prompt = f"Title: {title}\n\nBackground: {context}\n\nQ: {row.text('question')}\n\nA:"
-    yield Question(where=row.where, prompt=prompt, answers=texts)
+    ask, answer = ("Question", "Answer") if protocol.name == "harness" else ("Q", "A")
+    background = f"Title: {row.text('title')}\n\nBackground: {row.text('context')}"
+    yield answered(row, protocol, f"{background}\n\n{ask}: {row.text('question')}\n\n{answer}:", texts)
 
 
 def coqa(row: Row, protocol: Protocol) -> Iterator[Item]:
@@ -316,7 +358,7 @@ def coqa(row: Row, protocol: Protocol) -> Iterator[Item]:
             answers: dict[str, str] = {}
             for column in (said, *others):
                 answers.setdefault(column[n].lower(), column[n])
-            yield Question(where=row.where, prompt=talk, answers=tuple(answers.values()), stop=("\nQ:",))
+            yield replace(answered(row, protocol, talk, tuple(answers.values())), stop=("\nQ:",))
         talk += f" {said[n]}\n\n"
 
 

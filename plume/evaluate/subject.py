@@ -9,10 +9,22 @@ from itertools import groupby
 from plume.config import EvaluateConfig, SamplingConfig, UserError
 from plume.evaluate.items import Blank, Item, Question
 from plume.evaluate.scoring import MaskedScorer, Scorer, scorer_for
-from plume.evaluate.stop_words import STOP_WORDS
 from plume.generate.lm import LM
 from plume.text import load_tokenizer
 from plume.weights import load_model, model_hash, read_config, resolve
+
+LENGTH_PENALTY = 0.6  # where the likeliest answer is searched for
+# hardly ever what a passage ends with when its last word is asked for
+WORDS = """
+a about above after again against all am an and any are as at be because been before being below between both but by can
+could did do does doing don down during each few for from further had has have having he her here hers herself him
+himself his how i if in into is it its itself just ll me more most my myself no nor not now o of off on once only or
+other our ours ourselves out over own re s same she should so some such t than that the their theirs them themselves
+then there these they this those through to too under until up ve very was we were what when where which while who whom
+why will with would you your yours yourself yourselves m d y
+"""
+MARKS = """. , ; : ! ? ' " ` - -- ... ( ) [ ] ’ ‘ “ ” …"""
+STOP_WORDS = frozenset(WORDS.split() + MARKS.split())
 
 
 class Subject:
@@ -27,6 +39,11 @@ class Subject:
     @property
     def name(self) -> str:
         return str(self.config.model)
+
+    @property
+    def identity(self) -> str:
+        """What scores depend on beside the request."""
+        return f"{self.hash} {self.tokenizer.hash} {self.config.dtype}"
 
     @property
     def masked(self) -> bool:
@@ -109,6 +126,8 @@ class Writer:
             max_new_tokens=self.subject.room(item)[1],
             temperature=0.0 if item.top_k == 1 else 1.0,
             top_k=item.top_k,
+            beams=item.beams,
+            length_penalty=LENGTH_PENALTY,
             stop=item.stop,
             seed=self.seed,
         )

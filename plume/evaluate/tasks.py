@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from plume.config import UserError, did_you_mean
 from plume.data.rows import read_rows, suffix_of
@@ -28,10 +28,9 @@ def table(path: Path, columns: tuple[str, ...] | None = None) -> Iterator[Row]:
         yield Row(values, f"{path} line {line}")
 
 
-def whole(path: Path, last: int | None = None) -> Iterator[Row]:
-    """The file, or its last characters, as one text."""
-    text = path.read_text(encoding="utf-8", errors="strict")
-    yield Row({"text": text if last is None else text[-last:]}, str(path))
+def whole(path: Path) -> Iterator[Row]:
+    """The file as one text."""
+    yield Row({"text": path.read_text(encoding="utf-8")}, str(path))
 
 
 def last_bytes(path: Path, count: int) -> Iterator[Row]:
@@ -101,13 +100,14 @@ def aligned(path: Path, languages: tuple[str, str]) -> Iterator[Row]:
             yield Row({"source": source.strip(), "target": target.strip()}, f"{path} line {number}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
     """One benchmark. Files are looked for below the data folder, then the hub is asked."""
 
     name: str
     build: Build
-    metric: str  # the headline
+    _: KW_ONLY
+    metric: str = "acc"  # the headline
     kind: Literal["choice", "word", "text", "question", "blank", "judgement"] = "choice"
     folder: str = ""  # below the data folder; unset means the task's name
     files: tuple[str, ...] = ()  # of the split that is scored, beside test.jsonl, validation.parquet and the like
@@ -119,9 +119,9 @@ class Task:
     paper_metric: str | None = None  # the headline under gpt2-paper, where another one gives the published number
     filters: bool = False  # a protocol may bar stop words from being the prediction
     last_token: bool = False  # only the last token of the target counts
-    measures: tuple[str, ...] = ()  # of generated texts
-    sentences: int | None = None  # of a generated text that count
+    measures: tuple[str, ...] = ("exact_match",)  # of generated texts
     people: bool = False  # several people's answers: each of them stands aside once, and the first line counts
+    delimiters: Mapping[str, str] = field(default_factory=dict)  # between examples, by protocol, where it has another
 
     @property
     def causal_only(self) -> bool:
@@ -137,39 +137,34 @@ class Source:
     rows: Callable[[], Iterable[Row]]
 
 
-def choose(name: str, build: Build, **more: Any) -> Task:
-    given: dict[str, Any] = {"metric": "acc"} | more
-    return Task(name=name, build=build, **given)
-
-
-def long_text(name: str, metric: str, **more: Any) -> Task:
-    given: dict[str, Any] = {"build": texts.as_it_is, "kind": "text", "read": whole} | more
-    return Task(name=name, metric=metric, **given)
-
-
-def ask(name: str, build: Build, measures: tuple[str, ...], **more: Any) -> Task:
-    return Task(name=name, build=build, kind="question", metric=measures[0], measures=measures, **more)
-
-
-LAMBADA: dict[str, Any] = {
-    "folder": "lambada",
-    "filters": True,
-    "files": ("lambada_test*.jsonl", "*test*.jsonl"),
-    "hub": "EleutherAI/lambada_openai:default:test:",
-}
-WIKITEXT2: dict[str, Any] = {"folder": "wikitext-2", "files": ("wiki.test.raw", "wiki.test.tokens")}
 COLA_COLUMNS = ("source", "label", "star", "sentence")
-
-
-def glue(name: str, build: Build, **more: Any) -> Task:
-    return choose(name, build, hub=f"nyu-mll/glue:{name.split('-')[0]}:validation:train", **more)
+LAMBADA = Task(
+    "lambada",
+    sets.lambada,
+    kind="word",
+    filters=True,
+    folder="lambada",
+    files=("lambada_test*.jsonl", "*test*.jsonl"),
+    hub="EleutherAI/lambada_openai:default:test:",
+    delimiters={"gpt3-paper": "\n"},
+)
+WIKITEXT = Task(
+    "wikitext-103",
+    texts.wikitext,
+    kind="text",
+    metric="word_perplexity",
+    read=whole,
+    files=("wiki.test.raw", "wiki.test.tokens"),
+)
 
 
 def two_files(source: str, target: str) -> Task:
-    return ask(
+    return Task(
         f"multi30k-{source}-{target}",
-        sets.translation,
-        ("bleu", "chrf"),
+        partial(sets.translation, languages=(source, target)),
+        kind="question",
+        metric="bleu",
+        measures=("bleu", "chrf"),
         folder="multi30k",
         files=(f"test_2016_flickr.{source}",),
         train=(f"train.{source}",),
@@ -178,65 +173,67 @@ def two_files(source: str, target: str) -> Task:
 
 
 BUILT_IN: tuple[Task, ...] = (
-    Task(name="lambada", build=sets.lambada, kind="word", metric="acc", **LAMBADA),
-    Task(name="lambada-token", build=sets.lambada, kind="word", metric="acc", last_token=True, **LAMBADA),
-    Task(name="lambada-fill", build=sets.lambada_fill, kind="blank", metric="exact_match", **LAMBADA),
-    long_text("wikitext-2", "word_perplexity", build=texts.wikitext, paper_metric="token_perplexity", **WIKITEXT2),
-    long_text(
-        "wikitext-103", "word_perplexity", build=texts.wikitext, files=("wiki.test.raw", "wiki.test.tokens")
-    ),
-    long_text("ptb", "word_perplexity", build=texts.penn, files=("ptb.test.txt", "test.txt")),
-    long_text("enwik8", "bits_per_byte", files=("enwik8",), read=partial(last_bytes, count=5_000_000)),
-    long_text("text8", "bits_per_character", files=("text8",), read=partial(last_bytes, count=5_000_000)),
-    long_text("1bw", "word_perplexity", files=("news.en.heldout-00000-of-00050", "*heldout*", "test.txt"), read=lines),
-    choose("cbt-cn", sets.childrens_book, folder="cbt", files=("*CN_test*.txt", "cbtest_CN_test*"),
-           train=("*CN_train*.txt",), read=book_file, hub="cbt:CN:test:train"),
-    choose("cbt-ne", sets.childrens_book, folder="cbt", files=("*NE_test*.txt", "cbtest_NE_test*"),
-           train=("*NE_train*.txt",), read=book_file, hub="cbt:NE:test:train"),
-    choose("winograd", sets.winograd, hub="lighteval/winograd_wsc:wsc273:test:"),
-    choose("winograd-full", sets.winograd_full, folder="winograd", hub="lighteval/winograd_wsc:wsc273:test:"),
-    choose("storycloze", sets.story_cloze, hub="LSDSem/story_cloze:2016:test:validation", train=("val*.csv",)),
-    choose("hellaswag", sets.hellaswag, metric="acc_norm", files=("hellaswag_val.jsonl",),
-           train=("hellaswag_train.jsonl",), hub="Rowan/hellaswag::validation:train"),
-    choose("piqa", sets.piqa, metric="acc_norm", hub="baber/piqa::validation:train"),
-    choose("arc-easy", sets.arc, metric="acc_norm", files=("ARC-Easy-Test.jsonl",), train=("ARC-Easy-Train.jsonl",),
-           hub="allenai/ai2_arc:ARC-Easy:test:train"),
-    choose("arc-challenge", sets.arc, metric="acc_norm", files=("ARC-Challenge-Test.jsonl",),
-           train=("ARC-Challenge-Train.jsonl",), hub="allenai/ai2_arc:ARC-Challenge:test:train"),
-    choose("openbookqa", sets.openbookqa, metric="acc_norm", hub="allenai/openbookqa:main:test:train"),
-    choose("boolq", sets.boolq, hub="aps/super_glue:boolq:validation:train"),
-    choose("copa", sets.copa, hub="aps/super_glue:copa:validation:train"),
-    choose("winogrande", sets.winogrande, files=("dev.jsonl",), train=("train_xl.jsonl",),
-           hub="allenai/winogrande:winogrande_xl:validation:train"),
-    choose("race", sets.race, hub="EleutherAI/race:high:test:"),
-    glue("sst2", sets.sst2),
-    glue("sst2-gpt1", sets.sst2_gpt1, folder="sst2"),
-    glue("rte", sets.rte),
-    glue("rte-gpt1", sets.rte_gpt1, folder="rte", kind="judgement"),
-    glue("cola", sets.cola, metric="mcc", read=partial(table, columns=COLA_COLUMNS)),
-    glue("cola-gpt1", sets.cola_gpt1, folder="cola", kind="judgement", metric="mcc",
-         read=partial(table, columns=COLA_COLUMNS)),
+    LAMBADA,
+    replace(LAMBADA, name="lambada-token", last_token=True),
+    replace(LAMBADA, name="lambada-fill", build=sets.lambada_fill, kind="blank", metric="exact_match"),
+    WIKITEXT,
+    replace(WIKITEXT, name="wikitext-2", paper_metric="token_perplexity"),
+    Task("ptb", texts.penn, kind="text", metric="word_perplexity", read=whole, files=("ptb.test.txt", "test.txt")),
+    Task("enwik8", texts.as_it_is, kind="text", metric="bits_per_byte", files=("enwik8",),
+         read=partial(last_bytes, count=5_000_000)),
+    Task("text8", texts.as_it_is, kind="text", metric="bits_per_character", files=("text8",),
+         read=partial(last_bytes, count=5_000_000)),
+    Task("1bw", texts.as_it_is, kind="text", metric="word_perplexity", read=lines,
+         files=("news.en.heldout-00000-of-00050", "*heldout*", "test.txt")),
+    Task("cbt-cn", sets.childrens_book, folder="cbt", files=("*CN_test*.txt", "cbtest_CN_test*"),
+         train=("*CN_train*.txt",), read=book_file, hub="cbt:CN:test:train"),
+    Task("cbt-ne", sets.childrens_book, folder="cbt", files=("*NE_test*.txt", "cbtest_NE_test*"),
+         train=("*NE_train*.txt",), read=book_file, hub="cbt:NE:test:train"),
+    Task("winograd", sets.winograd, hub="lighteval/winograd_wsc:wsc273:test:"),
+    Task("winograd-full", sets.winograd_full, folder="winograd", hub="lighteval/winograd_wsc:wsc273:test:"),
+    Task("storycloze", sets.story_cloze, hub="LSDSem/story_cloze:2016:test:validation", train=("val*.csv",)),
+    Task("hellaswag", sets.hellaswag, metric="acc_norm", files=("hellaswag_val.jsonl",),
+         train=("hellaswag_train.jsonl",), hub="Rowan/hellaswag::validation:train"),
+    Task("piqa", sets.piqa, metric="acc_norm", hub="baber/piqa::validation:train"),
+    Task("arc-easy", sets.arc, metric="acc_norm", files=("ARC-Easy-Test.jsonl",), train=("ARC-Easy-Train.jsonl",),
+         hub="allenai/ai2_arc:ARC-Easy:test:train"),
+    Task("arc-challenge", sets.arc, metric="acc_norm", files=("ARC-Challenge-Test.jsonl",),
+         train=("ARC-Challenge-Train.jsonl",), hub="allenai/ai2_arc:ARC-Challenge:test:train"),
+    Task("openbookqa", sets.openbookqa, metric="acc_norm", hub="allenai/openbookqa:main:test:train"),
+    Task("boolq", sets.boolq, hub="aps/super_glue:boolq:validation:train"),
+    Task("copa", sets.copa, hub="aps/super_glue:copa:validation:train"),
+    Task("winogrande", sets.winogrande, files=("dev.jsonl",), train=("train_xl.jsonl",),
+         hub="allenai/winogrande:winogrande_xl:validation:train"),
+    Task("race", sets.race, hub="EleutherAI/race:high:test:"),
+    Task("sst2", sets.sst2, hub="nyu-mll/glue:sst2:validation:train"),
+    Task("sst2-gpt1", sets.sst2_gpt1, folder="sst2", hub="nyu-mll/glue:sst2:validation:train"),
+    Task("rte", sets.rte, hub="nyu-mll/glue:rte:validation:train"),
+    Task("rte-gpt1", sets.rte_gpt1, folder="rte", kind="judgement", hub="nyu-mll/glue:rte:validation:train"),
+    Task("cola", sets.cola, metric="mcc", read=partial(table, columns=COLA_COLUMNS),
+         hub="nyu-mll/glue:cola:validation:train"),
+    Task("cola-gpt1", sets.cola_gpt1, folder="cola", kind="judgement", metric="mcc",
+         read=partial(table, columns=COLA_COLUMNS), hub="nyu-mll/glue:cola:validation:train"),
     two_files("en", "de"),
     two_files("de", "en"),
-    ask("wmt14-fr-en", sets.translation, ("bleu", "chrf"), hub="wmt/wmt14:fr-en:test:train"),
-    ask("cnn-dailymail", sets.summary, ("rouge1", "rouge2", "rougeL"), sentences=3,
-        hub="abisee/cnn_dailymail:3.0.0:test:train"),
-    ask("nq", partial(sets.open_question, words=("Q", "A"), opening="Answer these questions:\n\n"),
-        ("exact_match", "f1"), hub="google-research-datasets/nq_open::validation:train"),
-    ask("triviaqa", partial(sets.open_question, words=("Question", "Answer"), opening=""),
-        ("exact_match", "f1"), hub="mandarjoshi/trivia_qa:rc.nocontext:validation:train"),
-    ask("squad", sets.squad, ("f1", "exact_match"), files=("dev-v1.1.json",), train=("train-v1.1.json",),
-        read=squad_file, hub="rajpurkar/squad::validation:train"),
-    ask("coqa", sets.coqa, ("f1", "exact_match"), people=True, read=coqa_file, files=("coqa-dev-v1.0.json",),
-        train=("coqa-train-v1.0.json",), hub="EleutherAI/coqa::validation:train"),
+    Task("wmt14-fr-en", partial(sets.translation, languages=("fr", "en")), kind="question", metric="bleu",
+         measures=("bleu", "chrf"), hub="wmt/wmt14:fr-en:test:validation"),
+    Task("cnn-dailymail", sets.summary, kind="question", metric="rouge1", measures=("rouge1", "rouge2", "rougeL"),
+         hub="abisee/cnn_dailymail:3.0.0:test:train"),
+    Task("nq", sets.natural_question, kind="question", metric="exact_match", measures=("exact_match", "f1"),
+         hub="google-research-datasets/nq_open::validation:train", delimiters={"harness": "\n"}),
+    Task("triviaqa", sets.trivia_question, kind="question", metric="exact_match", measures=("exact_match", "f1"),
+         hub="mandarjoshi/trivia_qa:rc.nocontext:validation:train"),
+    Task("squad", sets.squad, kind="question", metric="f1", measures=("f1", "exact_match"), files=("dev-v1.1.json",),
+         train=("train-v1.1.json",), read=squad_file, hub="rajpurkar/squad::validation:train"),
+    Task("coqa", sets.coqa, kind="question", metric="f1", measures=("f1", "exact_match"), people=True, read=coqa_file,
+         files=("coqa-dev-v1.0.json",), train=("coqa-train-v1.0.json",), hub="EleutherAI/coqa::validation:train"),
     *(
-        Task(name=f"arithmetic-{kind}", build=made.arithmetic, kind="word", metric="acc", make=partial(made.sums, kind))
+        Task(f"arithmetic-{kind}", made.arithmetic, kind="word", make=partial(made.sums, kind))
         for kind in ("2d-plus", "2d-minus", "3d-plus", "3d-minus", "4d-plus", "4d-minus", "5d-plus", "5d-minus",
                      "2d-times", "1d-composite")
     ),
     *(
-        Task(name=f"scramble-{kind}", build=made.unscramble, kind="word", metric="acc",
-             make=partial(made.scrambles, kind))
+        Task(f"scramble-{kind}", made.unscramble, kind="word", make=partial(made.scrambles, kind))
         for kind in ("cycle", "anagrams-1", "anagrams-2", "insertion", "reversed")
     ),
 )  # fmt: skip
@@ -259,19 +256,19 @@ def own_task(path: Path, fields: dict[str, str]) -> Task:
     """What the first row holds says what kind of task it is; a plain text is scored as it is."""
     name = path.name.removesuffix("".join(path.suffixes))
     if suffix_of(path).removeprefix(".") not in TABLES:
-        return long_text(name, "token_perplexity", path=path)
+        return Task(name, texts.as_it_is, kind="text", metric="token_perplexity", path=path, read=whole)
     read = partial(renamed, fields=fields)
     first = next(iter(read(path)), None)
     if first is None:
         raise UserError(f"{path} holds no rows")
     if "choices" in first or ("answer" in first and "text" not in first):
-        return choose(name, sets.own_choice, path=path, read=read)
+        return Task(name, sets.own_choice, path=path, read=read)
     if "answer" in first:
-        return Task(name=name, build=sets.own_blank, kind="blank", metric="exact_match", path=path, read=read)
+        return Task(name, sets.own_blank, kind="blank", metric="exact_match", path=path, read=read)
     if "target" in first:
-        return Task(name=name, build=sets.own_text, kind="word", metric="acc", path=path, read=read)
+        return Task(name, sets.own_text, kind="word", path=path, read=read)
     if "text" in first:
-        return long_text(name, "token_perplexity", path=path, read=read)
+        return Task(name, texts.as_it_is, kind="text", metric="token_perplexity", path=path, read=read)
     raise UserError(
         f"{first.where}: a row should have context, choices and answer; or context and target; or text and answer; or "
         f"text. There are {', '.join(map(repr, first))}; --context-field, --choices-field and --answer-field name yours"

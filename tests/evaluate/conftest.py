@@ -87,6 +87,23 @@ def write_rows(path: Path, rows) -> Path:
     return path
 
 
+def harness_task(folder: Path, file: str, row: dict, shots: int = 0):
+    """A task of the harness by its own description, pointed at one local row, which is its example too."""
+    import lm_eval.tasks
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    rows = str(write_rows(folder / "row.jsonl", [row]))
+    config = dict(load_yaml(Path(lm_eval.tasks.__file__).parent / f"{file}.yaml"))
+    split = config.get("test_split") or config.get("validation_split")
+    config |= {"dataset_path": "json", "dataset_name": None}
+    config |= {"dataset_kwargs": {"data_files": {split: rows, "shots": rows}}}
+    config |= {"training_split": None, "validation_split": None, "test_split": split, "fewshot_split": "shots"}
+    task = ConfigurableTask(config=config | {"num_fewshot": shots})
+    task.build_all_requests(limit=1, rank=0, world_size=1)
+    return task
+
+
 @pytest.fixture(scope="session")
 def made(tmp_path_factory) -> Path:
     """A data folder in the shape of the shared one, with made rows."""

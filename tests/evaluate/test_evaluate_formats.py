@@ -7,18 +7,17 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import transformers
-from conftest import story, write_rows
+from conftest import harness_task, story, write_rows
 
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate
 from plume.evaluate.items import Row
-from plume.evaluate.kinds import said_record, with_shots
+from plume.evaluate.kinds import of_task, said_record, with_shots
 from plume.evaluate.protocols import PROTOCOLS
 from plume.evaluate.tasks import TASKS, find
 from plume.evaluate.texts import plain_penn
@@ -119,7 +118,7 @@ def test_conversations_as_in_the_harness(said, monkeypatch):
     assert item.prompt == utils.doc_to_text(CONVERSATION) and item.stop == ("\nQ:",)
     assert list(item.answers) == utils.doc_to_target(CONVERSATION)
     theirs = utils.process_results(CONVERSATION, [said])
-    record = said_record(TASKS["coqa"], said, item.answers)
+    record = said_record(TASKS["coqa"], item, said)
     assert (record["exact_match"], record["f1"]) == pytest.approx((theirs["em"], theirs["f1"]))
 
 
@@ -139,43 +138,12 @@ def test_conversations_turn_by_turn_and_as_they_were_published(tmp_path):
         built("coqa", short, "harness")
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("ours", "file", "row"),
-    [
-        ("nq", "nq_open/nq_open", {"question": "who wrote it", "answer": ["Ann", "Ann Lee"]}),
-        ("triviaqa", "triviaqa/default", {"question": "Who wrote it", "answer": {"value": "Ann", "aliases": ["Ann"]}}),
-    ],
-)
-def test_questions_as_in_the_harness(tmp_path, ours, file, row):
-    import lm_eval.tasks
-    from lm_eval.api.task import ConfigurableTask
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    rows = write_rows(tmp_path / "row.jsonl", [row])
-    config = dict(load_yaml(Path(lm_eval.tasks.__file__).parent / f"{file}.yaml"))
-    config |= {
-        "dataset_path": "json",
-        "dataset_name": None,
-        "dataset_kwargs": {"data_files": {"validation": str(rows)}},
-    }
-    task = ConfigurableTask(config=config | {"training_split": None})
-    task.build_all_requests(limit=1, rank=0, world_size=1)
-    prompt, options = task.instances[0].args
-    (item,) = built(ours, row, "harness")
-    assert item.opening + item.prompt == prompt and list(item.stop) == options["until"]
-    shown = with_shots(item, "Q: x?\nA: y\n\n")
-    assert (shown.opening + shown.prompt).startswith(item.opening + "Q: x?")
-
-
 def test_a_summary_is_measured_by_its_first_three_sentences():
     """ROUGE written out: overlap of words and pairs of words, and the longest common run of words in order."""
     article, highlights = "The cat ate milk. The dog slept.", "the cat drank cold milk"
     (item,) = built("cnn-dailymail", {"article": article, "highlights": highlights}, "gpt2-paper")
     assert item.prompt == article + "\nTL;DR:" and (item.tokens, item.top_k, item.stop) == (100, 2, ())
-    record = said_record(
-        TASKS["cnn-dailymail"], " The cat. Drank milk. Yes! And milk and cold milk again.", item.answers
-    )
+    record = said_record(TASKS["cnn-dailymail"], item, " The cat. Drank milk. Yes! And milk and cold milk again.")
     said, wanted = ["the", "cat", "drank", "milk", "yes"], highlights.split()
     assert record["said"] == "The cat. Drank milk. Yes!"
 
@@ -254,17 +222,46 @@ def test_prompts_of_the_gpt3_paper(name):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_blank_of_lambada_as_in_the_harness(tmp_path):
-    import lm_eval.tasks
-    from lm_eval.api.task import ConfigurableTask
-    from lm_eval.tasks._yaml_loader import load_yaml
-
-    rows = write_rows(tmp_path / "row.jsonl", [{"text": "Here is the last word"}])
-    file = Path(lm_eval.tasks.__file__).parent / "lambada_cloze/lambada_openai_cloze.yaml"
-    config = dict(load_yaml(file)) | {"dataset_path": "json", "dataset_name": None}
-    task = ConfigurableTask(config=config | {"dataset_kwargs": {"data_files": {"test": str(rows)}}})
-    task.build_all_requests(limit=1, rank=0, world_size=1)
-    (item,) = built("lambada", {"text": "Here is the last word"}, "gpt3-paper")
+    row = {"text": "Here is the last word"}
+    task = harness_task(tmp_path, "lambada_cloze/lambada_openai_cloze", row)
+    (item,) = built("lambada", row, "gpt3-paper")
     assert (item.context, item.word) == task.instances[0].args
+
+
+def test_the_blank_of_lambada_comes_with_examples_only(trained_folder, made):
+    """GPT-3's examples are told apart by their blanks; without one, the text simply goes on."""
+    kept = {}
+    for shots in (0, 1):
+        config = EvaluateConfig(
+            model=str(trained_folder), tasks=("lambada",), data=made, limit=2, shots=shots, protocol="gpt3-paper"
+        )
+        kept[shots] = evaluate(config)["lambada"].first.protocol
+    assert (kept[0]["cloze"], kept[1]["cloze"], kept[1]["delimiter"]) == (False, True, "\n")
+    protocol = of_task(PROTOCOLS["gpt3-paper"], TASKS["lambada"], shots=1)
+    rows = [Row({"text": f"This is a {word}"}, "row 1") for word in ("bat", "ball")]
+    bat, ball = (next(TASKS["lambada"].build(row, protocol)) for row in rows)
+    shown = with_shots(bat, ball.solved + protocol.delimiter)
+    assert shown.opening + shown.context == "Fill in blank:\n\nThis is a ____. -> ball\nThis is a ____. ->"
+
+
+def test_free_answers_of_the_gpt3_paper_are_searched_for(trained_folder, tmp_path):
+    """Four beams and a length penalty of 0.6, against transformers' search."""
+    (tmp_path / "nq").mkdir()
+    write_rows(tmp_path / "nq" / "test.jsonl", [{"question": "what does the cat eat", "answer": ["milk"]}])
+    out = tmp_path / "out"
+    config = EvaluateConfig(
+        model=str(trained_folder), tasks=("nq",), data=tmp_path, out=out, plots=False, protocol="gpt3-paper"
+    )
+    result = evaluate(config)["nq"].first
+    (row,) = (json.loads(line) for line in (out / result.items_file).read_text().splitlines())
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(trained_folder).eval()
+    tokenizer = load_tokenizer(trained_folder)
+    prompt = torch.tensor([tokenizer.encode("Q: What does the cat eat?\n\nA:")])
+    options = {"max_new_tokens": 32, "num_beams": 4, "length_penalty": 0.6, "do_sample": False}
+    new = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), eos_token_id=tokenizer.end,
+                          pad_token_id=tokenizer.end, **options)[0, prompt.shape[1]:]  # fmt: skip
+    text = tokenizer.decode([int(t) for t in new if t != tokenizer.end])
+    assert "\n" not in text and row["said"] == text.strip()
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------

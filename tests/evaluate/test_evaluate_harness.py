@@ -5,10 +5,12 @@ import math
 from pathlib import Path
 
 import pytest
+from conftest import harness_task
 
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate
-from plume.evaluate.items import LastWord, Row
+from plume.evaluate.items import LastWord, Question, Row
+from plume.evaluate.kinds import of_task, said_record, with_shots
 from plume.evaluate.protocols import PROTOCOLS
 from plume.evaluate.tasks import TASKS
 from plume.evaluate.texts import plain_wikitext, split_pages
@@ -193,72 +195,76 @@ PROBLEMS = [
     {"question": "He is  _  .", "options": ["a", "b", "c", "d"], "answer": "C"},
     {"question": "Who?", "options": ["e", "f", "g", "h"], "answer": "A"},
 ]
-EXAMPLES = {
-    "hellaswag": ("hellaswag", {"activity_label": "Run", "ctx_a": "A man [x] runs.", "ctx_b": "he",
-                                "endings": ["stops [title] now", "sits", "goes  on", "ends"], "label": "2"}),
-    "piqa": ("piqa", {"goal": "Open it", "sol1": "Push.", "sol2": "Pull.", "label": 1}),
-    "arc-easy": ("arc_easy", ARC),
-    "arc-challenge": ("arc_challenge", ARC),
-    "openbookqa": ("openbookqa", {"question_stem": "Why?", "choices": ARC["choices"], "answerKey": "C"}),
-    "boolq": ("boolq", {"passage": "It is so.", "question": "is it", "label": 1}),
-    "copa": ("copa", {"premise": "It rained.", "choice1": "I got wet.", "choice2": "The sun was out.",
-                      "question": "effect", "label": 0}),
-    "winogrande": ("winogrande", {"sentence": "Ann told Eve that _ was late .", "option1": "Ann", "option2": "Eve",
-                                  "answer": "2"}),
-    "winograd": ("wsc273", {"text": "The men scared the boys because they were loud.", "pronoun": "they",
-                            "pronoun_loc": 31, "options": ["The men", "The boys"], "label": 0}),
-    "race": ("race", {"article": "A text.", "problems": repr(PROBLEMS)}),
-    "storycloze": ("storycloze_2016", {f"input_sentence_{n}": f"Part {n}." for n in (1, 2, 3, 4)}
+EXAMPLES = {  # the harness's file and a row
+    "hellaswag": ("hellaswag/hellaswag", {"activity_label": "Run", "ctx_a": "A man [x] runs.", "ctx_b": "he",
+                                          "endings": ["stops [title] now", "sits", "goes  on", "ends"], "label": "2"}),
+    "piqa": ("piqa/piqa", {"goal": "Open it", "sol1": "Push.", "sol2": "Pull.", "label": 1}),
+    "arc-easy": ("arc/arc_easy", ARC),
+    "arc-challenge": ("arc/arc_challenge", ARC),
+    "openbookqa": ("openbookqa/openbookqa", {"question_stem": "Why?", "choices": ARC["choices"], "answerKey": "C"}),
+    "boolq": ("super_glue/boolq/default", {"passage": "It is so.", "question": "is it", "label": 1}),
+    "copa": ("super_glue/copa/default", {"premise": "It rained.", "choice1": "I got wet.",
+                                         "choice2": "The sun was out.", "question": "effect", "label": 0}),
+    "winogrande": ("winogrande/default", {"sentence": "Ann told Eve that _ was late .", "option1": "Ann",
+                                          "option2": "Eve", "answer": "2"}),
+    "winograd": ("wsc273/default", {"text": "The men scared the boys because they were loud.", "pronoun": "they",
+                                    "pronoun_loc": 31, "options": ["The men", "The boys"], "label": 0}),
+    "race": ("race/race", {"article": "A text.", "problems": repr(PROBLEMS)}),
+    "storycloze": ("storycloze/storycloze_2016", {f"input_sentence_{n}": f"Part {n}." for n in (1, 2, 3, 4)}
                    | {"sentence_quiz1": "Good.", "sentence_quiz2": "Bad.", "answer_right_ending": 2}),
-    "sst2": ("sst2", {"sentence": "fine .", "label": 1}),
-    "rte": ("rte", {"sentence1": "A is B.", "sentence2": "B is A.", "label": 1}),
-    "cola": ("cola", {"sentence": "They is.", "label": 0}),
-    "lambada": ("lambada_openai", {"text": "Here is the last word"}),
+    "sst2": ("glue/sst2/default", {"sentence": "fine .", "label": 1}),
+    "rte": ("glue/rte/default", {"sentence1": "A is B.", "sentence2": "B is A.", "label": 1}),
+    "cola": ("glue/cola/default", {"sentence": "They is.", "label": 0}),
+    "lambada": ("lambada/lambada_openai", {"text": "Here is the last word"}),
+    "arithmetic-2d-plus": ("arithmetic/arithmetic_2da", {
+        "context": "Q: What is 98 plus 45?\n\nA:", "completion": " 143", "question": "98 plus 45", "answer": "143"}),
+    "nq": ("nq_open/nq_open", {"question": "who wrote it", "answer": ["Ann", "The Ann Lee"]}),
+    "triviaqa": ("triviaqa/default", {"question": "Who wrote", "answer": {"value": "Ann", "aliases": ["An A", "B"]}}),
+    "wmt14-fr-en": ("translation/wmt14_fr-en", {"translation": {"fr": "Oui.", "en": "Yes."}}),
+    "cnn-dailymail": ("cnn_dailymail/cnn_dailymail", {"article": "It rained. So.", "highlights": "Rain\nand sun."}),
 }  # fmt: skip
 
 
-FILES = {
-    "hellaswag": "hellaswag/hellaswag",
-    "piqa": "piqa/piqa",
-    "arc_easy": "arc/arc_easy",
-    "arc_challenge": "arc/arc_challenge",
-    "openbookqa": "openbookqa/openbookqa",
-    "boolq": "super_glue/boolq/default",
-    "copa": "super_glue/copa/default",
-    "winogrande": "winogrande/default",
-    "wsc273": "wsc273/default",
-    "race": "race/race",
-    "storycloze_2016": "storycloze/storycloze_2016",
-    "sst2": "glue/sst2/default",
-    "rte": "glue/rte/default",
-    "cola": "glue/cola/default",
-    "lambada_openai": "lambada/lambada_openai",
-}
+def wanted(item) -> list:
+    """What is asked of a model for an item, in the harness's form."""
+    match item:
+        case LastWord():
+            return [(item.opening + item.context, item.word)]
+        case Question():
+            return [(item.opening + item.prompt, list(item.stop), item.tokens, item.top_k == 1 and item.beams == 1)]
+    return list(zip(item.contexts, item.continuations, strict=True))
 
 
+def theirs_wanted(instance) -> tuple:
+    if instance.request_type != "generate_until":
+        return instance.args
+    prompt, options = instance.args
+    return prompt, options["until"], options.get("max_gen_toks", 256), not options["do_sample"]
+
+
+@pytest.mark.parametrize("shots", [0, 1])
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_item_reads_as_in_the_harness(name, tmp_path):
-    """The harness's own task files, pointed at one local row, ask for the same continuations of the same contexts."""
-    import lm_eval.tasks
-    from lm_eval.api.task import ConfigurableTask
-    from lm_eval.tasks._yaml_loader import load_yaml
+def test_an_item_reads_as_in_the_harness(name, shots, tmp_path):
+    """The harness's own task files ask for the same after the same, and put the same between examples."""
+    file, row = EXAMPLES[name]
+    task = harness_task(tmp_path, file, row, shots)
+    protocol = of_task(PROTOCOLS["harness"], TASKS[name], shots=shots)
+    (item,) = TASKS[name].build(Row(row, "row 1"), protocol)
+    shown = with_shots(item, item.solved + protocol.delimiter) if shots else item
+    assert wanted(shown) == [theirs_wanted(instance) for instance in task.instances]
 
-    theirs, row = EXAMPLES[name]
-    file = tmp_path / "row.jsonl"
-    file.write_text(json.dumps(row) + "\n")
-    config = dict(load_yaml(Path(lm_eval.tasks.__file__).parent / f"{FILES[theirs]}.yaml"))
-    split = config.get("test_split") or config.get("validation_split")
-    config |= {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": {split: str(file)}}}
-    config |= {"training_split": None, "fewshot_split": None, "validation_split": None, "test_split": split}
-    task = ConfigurableTask(config=config)
-    task.build_all_requests(limit=1, rank=0, world_size=1)
+
+@pytest.mark.parametrize("said", ["Ann", "the ANN lee", "ann.", "An A", "A", "b", "  ", "rain and the sun. More!"])
+@pytest.mark.parametrize("name", ["nq", "triviaqa", "cnn-dailymail"])
+def test_an_answer_counts_as_in_the_harness(name, said, tmp_path):
+    file, row = EXAMPLES[name]
+    task = harness_task(tmp_path, file, row)
     (item,) = TASKS[name].build(Row(row, "row 1"), PROTOCOLS["harness"])
-    mine = (
-        [(item.context, item.word)]
-        if isinstance(item, LastWord)
-        else list(zip(item.contexts, item.continuations, strict=True))
-    )
-    assert mine == [instance.args for instance in task.instances]
+    theirs = task.process_results(task.instances[0].doc, [said.strip()])
+    ours = said_record(TASKS[name], item, said)
+    shared = theirs.keys() & ours.keys()
+    assert shared == ({"exact_match"} if name != "cnn-dailymail" else {"rouge1", "rouge2", "rougeL"})
+    assert {metric: ours[metric] for metric in shared} == pytest.approx({metric: theirs[metric] for metric in shared})
 
 
 def test_wikitext_is_detokenized_as_in_the_harness():
