@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 BATCH = 8  # sequences in one update: small, so that two minutes are enough for many updates
 BYTES_PER_TABLE_ROW = 1500  # a token should have been seen often enough to be learned
+LETTERS_READ = 4_000_000  # characters of the text in which letters are counted
+LETTER_SEEN = 10  # times, and a letter of several bytes is to be one token
 OWN_PROMPTS = (None, None)  # from the start token
 PYTHON_PROMPTS = ("def read(", "class", "import")  # a trailing space would stand for a token that never comes alone
 
@@ -55,7 +59,8 @@ def settings(config: DemoConfig) -> PretrainConfig:
     """A recipe cut to the text's size and the machine's speed."""
     paths = config.text if config.text else ("python:stdlib",)
     model = PRESETS["gpt2-laptop"]
-    vocab_size = max(512, min(model.vocab_size, text_bytes(paths) // BYTES_PER_TABLE_ROW // 256 * 256))
+    room = max(text_bytes(paths) // BYTES_PER_TABLE_ROW, 256 + 2 * wide_letters(config.text))
+    vocab_size = max(512, min(model.vocab_size, room // 256 * 256))
     model = replace(model, vocab_size=vocab_size)
     seconds_per_step = measure_step(model, BATCH)
     steps = max(20, round(config.minutes * 60 / seconds_per_step))
@@ -98,6 +103,23 @@ def text_bytes(paths: tuple[str, ...]) -> int:
     if size == 0:
         raise UserError(f"there is no text in {', '.join(paths)}")
     return size
+
+
+def wide_letters(paths: tuple[str, ...]) -> int:
+    """Letters of several bytes that are frequent, as Chinese has thousands: without a token each would be torn."""
+    if not paths:
+        return 0  # Python's source has hardly any
+    from plume.data.readers import read_documents
+    from plume.data.rows import Tally
+
+    seen, read = Counter[str](), 0
+    for document in read_documents(DataConfig(paths=paths, folder=Path()), Tally()):
+        part = document.text[: LETTERS_READ - read]
+        seen.update(part)
+        read += len(part)
+        if read >= LETTERS_READ:
+            break
+    return sum(count >= LETTER_SEEN and not letter.isascii() for letter, count in seen.items())
 
 
 def measure_step(model: ModelConfig, batch: int) -> float:
@@ -152,8 +174,8 @@ def show_samples(console: Console, config: DemoConfig, folder: Path) -> None:
 
 
 def show_next(console: Console, result: RunResult) -> None:
-    folder = result.folder
-    console.print(f"The loss curve is in {folder / 'loss.png'}, the model in {folder / 'model'}. Now you can:")
+    folder = shlex.quote(str(result.folder))  # as a shell wants to have it
+    console.print(f"The loss curve is in {result.folder / 'loss.png'}, the model in {result.model}. Now you can:")
     for command, what in (
         (f"plume generate {folder}", "write with it"),
         (f"plume explore {folder}", "look inside it, in the browser"),

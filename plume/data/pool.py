@@ -8,6 +8,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from plume.config import DataConfig, UserError
 from plume.data.maker import ShardMaker
 from plume.data.sources import Piece
 
 SMALL = 4 << 20  # bytes of input below which starting processes takes longer than the work
+EVERY = 10.0  # seconds between lines where there is no terminal
 GO_ON = "What was finished is kept: run the same command again to go on"
 Result = dict[str, Any]
 
@@ -39,16 +41,20 @@ def run_pieces(config: DataConfig, work: Path, pieces: list[Piece], total: int) 
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
-        TransferSpeedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
+        TextColumn("{task.fields[about]}"),
     )
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("prepare", total=max(total, 1), completed=total - size, tokens=0)
-        tokens = 0
+        task = progress.add_task("prepare", total=max(total, 1), completed=total - size, about="")
+        done, tokens, began = 0, 0, time.monotonic()
+        said = began
         for result in results_of(config, work, pieces, size):
-            tokens += result["tokens"]
-            progress.update(task, advance=result["size"], tokens=tokens)
+            done, tokens, now = done + result["size"], tokens + result["tokens"], time.monotonic()
+            about = f"{tokens:,} tokens, {done / 1e6 / max(now - began, 1e-3):.1f} MB/s"
+            progress.update(task, advance=result["size"], about=about)
+            if progress.disable and now - said >= EVERY:
+                said = now
+                print(f"prepare: {done / 1e6:.0f} of {size / 1e6:.0f} MB, {about}", file=sys.stderr, flush=True)
 
 
 def results_of(config: DataConfig, work: Path, pieces: list[Piece], size: int) -> Iterator[Result]:

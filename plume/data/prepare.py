@@ -143,7 +143,8 @@ def the_tokenizer(config: DataConfig, work: Path, given: Tokenizer | None) -> To
     folder = work / "tokenizer"
     if folder.is_dir():
         return load_tokenizer(folder)
-    tokenizer = train_tokenizer(config.tokenizer, training_texts(config, work)) if given is None else given
+    with Console(stderr=True).status(f"training a tokenizer ({config.tokenizer.kind}) on the texts"):
+        tokenizer = train_tokenizer(config.tokenizer, training_texts(config, work)) if given is None else given
     half = work / ".tokenizer"
     shutil.rmtree(half, ignore_errors=True)
     tokenizer.save(half)

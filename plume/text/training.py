@@ -53,7 +53,11 @@ def train_command(files: Sequence[Path], out: Path, config: TokenizerConfig) -> 
         raise UserError("no files to train on; give at least one text file")
     if missing := [str(file) for file in files if not file.is_file()]:
         raise UserError(f"there is no file {', '.join(missing)}")
-    tokenizer = train_tokenizer(config, chain.from_iterable(read_blocks(file) for file in files))
+    from rich.console import Console
+
+    megabytes = sum(file.stat().st_size for file in files) / 1e6
+    with Console(stderr=True).status(f"training a tokenizer ({config.kind}) on {megabytes:.1f} MB"):
+        tokenizer = train_tokenizer(config, chain.from_iterable(read_blocks(file) for file in files))
     tokenizer.save(out)
     return tokenizer
 

@@ -145,12 +145,12 @@ class Trainer:
     def between(self) -> None:
         """After an update: log, validate, show samples, save; each when it is due."""
         config, last = self.config, self.step >= self.config.steps
-        often = max(1, config.steps // 10)
+        often = max(1, config.steps // 10) if config.validate_every is None else config.validate_every
         every = {
-            "validate": often if config.validate_every is None else config.validate_every,
+            "validate": often,
             "sample": often if config.sample_every is None else config.sample_every,
+            "save": often if config.checkpoint_every is None else config.checkpoint_every,
         }
-        every["save"] = every["validate"] if config.checkpoint_every is None else config.checkpoint_every
         if self.step % config.log_every == 0 or last:
             self.log()
         improved = False

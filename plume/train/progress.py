@@ -64,8 +64,11 @@ class Progress:
     def say(self, text: str) -> None:
         if not self.ranks.main:
             return
-        if self.bar is not None:
-            self.bar.console.print(text, highlight=False, markup=False)
+        if sys.stderr.isatty():
+            from rich.console import Console
+
+            console = Console(stderr=True) if self.bar is None else self.bar.console
+            console.print(text, highlight=False, markup=False)
         else:
             print(text, file=sys.stderr, flush=True)
 

@@ -292,6 +292,13 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     assert "some words" in (tmp_path / "samples.txt").read_text()
 
 
+def test_samples_come_as_often_as_validation_unless_said(tmp_path: Path) -> None:
+    for every, steps in ((None, ["4", "8"]), (2, ["2", "4", "6", "8"])):
+        config, folder = replace(CONFIG, steps=8, validate_every=4, sample_every=every), tmp_path / str(every)
+        toy_trainer(folder, config, sample=lambda model: "words").run(resume=False)
+        assert [line[9:] for line in (folder / "samples.txt").read_text().splitlines() if line[0] == "-"] == steps
+
+
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
