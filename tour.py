@@ -174,7 +174,7 @@ def finetune(tour: Tour) -> None:
 def shrink(tour: Tour) -> None:
     tour.tell("Smaller, and elsewhere: a student of half the layers; a file for llama.cpp")
     tour.run(f"plume distill runs/gpt --folder runs/student --train.steps {tour.sizes.student_steps}")
-    tour.run("plume export runs/gpt --format gguf --precision q8_0 --out gpt.gguf")
+    tour.run("plume export runs/gpt --format gguf --precision int8 --out gpt.gguf")
     tour.wrote("runs/student/model/config.json", "gpt.gguf")
 
 

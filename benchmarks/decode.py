@@ -16,10 +16,10 @@ BARS = {  # (precision of ours, job, engine) -> how many times as fast
     ("int8", "batch 1", "llama.cpp q4_0"): 1.0,
     ("int8", "batch 8", "llama.cpp q8_0"): 1.25,
     **{(precision, job, peer): 2.0 for precision, peer in SAME.items() for job in ("batch 1", "batch 8")},
-    ("float32", "batch 1", "transformers fp32"): None,
-    ("float32", "batch 8", "transformers fp32"): None,
-    ("int8", "batch 1", "transformers fp32"): None,
-    ("int8", "batch 8", "transformers fp32"): None,
+    ("float32", "batch 1", "transformers float32"): None,
+    ("float32", "batch 8", "transformers float32"): None,
+    ("int8", "batch 1", "transformers float32"): None,
+    ("int8", "batch 8", "transformers float32"): None,
 }
 
 

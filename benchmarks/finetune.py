@@ -79,7 +79,7 @@ def plume_speed(plan: Plan, steps: int, folder: Path) -> tuple[float, float]:
         before_step=lambda step: clock.append(now()),
     )
     folder.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(task, settings, folder, Ranks(device=CPU), choose_precision(CPU, "fp32"))
+    trainer = Trainer(task, settings, folder, Ranks(device=CPU), choose_precision(CPU, "float32"))
     trainer.run(resume=False)
     done = sum(len(batches.numbers(step)) for step in range(1, steps - 1))
     return rates(done, clock[1], clock[steps - 1])

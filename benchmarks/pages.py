@@ -38,13 +38,13 @@ README = (
         inverse=True,
     ),
     Line(
-        "decode/batch 1, float32, transformers fp32",
+        "decode/batch 1, float32, transformers float32",
         "transformers",
-        "writing with the 124M GPT-2, fp32, one sequence",
-        "124M GPT-2 生成，fp32，单条序列",
+        "writing with the 124M GPT-2, float32, one sequence",
+        "124M GPT-2 生成，float32，单条序列",
     ),
     Line(
-        "decode/batch 8, float32, transformers fp32",
+        "decode/batch 8, float32, transformers float32",
         "transformers",
         "the same, eight sequences",
         "同上，八条序列",
@@ -58,8 +58,8 @@ README = (
     Line(
         "decode/batch 1, float32, llama.cpp f32",
         "llama.cpp",
-        "writing, fp32, one sequence, against its bare loop",
-        "生成，fp32，单条序列，对比其裸循环",
+        "writing, float32, one sequence, against its bare loop",
+        "生成，float32，单条序列，对比其裸循环",
     ),
     Line(
         "decode/batch 1, int8, llama.cpp q8_0",

@@ -96,7 +96,7 @@ def our_characters(config: PretrainConfig, data: Path, clock: Clock) -> Iterator
     torch.manual_seed(config.train.seed)
     model = Model(config.model)
     task = make_task(config, model, load_tokenizer(data / "tokenizer"), data)
-    trainer = Trainer(task, config.train, config.folder, Ranks(), choose_precision(CPU, "fp32"))
+    trainer = Trainer(task, config.train, config.folder, Ranks(), choose_precision(CPU, "float32"))
     while trainer.step < config.train.steps:
         began = time.perf_counter()
         trainer.update()
@@ -168,7 +168,7 @@ def our_gpt2(steps: int, preset: str) -> list[float]:
     seconds = []
     with tempfile.TemporaryDirectory() as folder:
         task = Task(model=model, objective=Tokens(), train=RandomRows(model.config.vocab_size))
-        trainer = Trainer(task, config, Path(folder), Ranks(), choose_precision(CPU, "fp32"))
+        trainer = Trainer(task, config, Path(folder), Ranks(), choose_precision(CPU, "float32"))
         for _ in range(steps):
             began = time.perf_counter()
             trainer.update()

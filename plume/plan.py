@@ -200,7 +200,7 @@ class RankPlan:
 
 
 def plan_ranks(config: PlanConfig, whole: Plan) -> RankPlan:
-    """Memory, traffic and time of each rank in this package's own loop: states in fp32, products in 16 bits."""
+    """Memory, traffic and time of each rank in this package's own loop: states in float32, products in 16 bits."""
     hardware = hardware_named(config.hardware)
     tensor, ranks = config.tensor_parallel, config.ranks
     if ranks % tensor or config.model.heads % tensor:
@@ -358,13 +358,13 @@ def table(plan: Plan, config: PlanConfig) -> RenderableType:
     sequence = config.model.context if config.sequence is None else config.sequence
     needs = Table("need", "amount", title="Memory and arithmetic", show_header=False)
     needs.columns[1].justify = "right"
-    needs.add_row("weights (fp32)", human_bytes(plan.weight_bytes))
+    needs.add_row("weights (float32)", human_bytes(plan.weight_bytes))
     needs.add_row("weights (16 bits)", human_bytes(plan.weight_bytes / 2))
     needs.add_row("gradients", human_bytes(plan.gradient_bytes))
     needs.add_row("optimiser (AdamW)", human_bytes(plan.optimizer_bytes))
     needs.add_row(f"activations of {config.batch} x {sequence} tokens", human_bytes(plan.activation_bytes))
     needs.add_row("training in all", human_bytes(plan.training_bytes))
-    needs.add_row("key-value cache per token (fp32)", human_bytes(plan.cache_bytes_per_token))
+    needs.add_row("key-value cache per token (float32)", human_bytes(plan.cache_bytes_per_token))
     needs.add_row("operations per token, forward", f"{plan.flops_per_token_forward:.3g}")
     needs.add_row("operations per token, training", f"{plan.flops_per_token_training:.3g}")
 

@@ -101,7 +101,7 @@ class FinetuneConfig:
     beams: int = 4  # for translate
     answer_length: int = 30  # tokens of the longest answer, for span
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto measures what the device is fast at
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto measures what the device is fast at
     resume: bool = False  # go on with a run that was stopped; finished seeds are kept
     overwrite: bool = False  # replace a run that is there
 

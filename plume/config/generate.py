@@ -108,7 +108,7 @@ class ExportConfig:
 
     model: Path  # model folder, run folder or hub name
     format: Literal["gguf", "onnx"] = "gguf"  # gguf: llama.cpp; onnx: onnxruntime and others
-    precision: Literal["f32", "f16", "q8_0"] = "f32"  # of the weights; onnx has f32 only
+    precision: Literal["float32", "float16", "int8"] = "float32"  # int8 is GGUF's q8_0; onnx has float32 only
     cache: bool = True  # onnx: with a key-value cache among inputs and outputs
     out: Path | None = None  # file to write; unset means beside the model's weights
 

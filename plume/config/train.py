@@ -45,7 +45,7 @@ class TrainConfig:
     label_smoothing: float = 0.0  # probability spread over all other tokens, as the Transformer's 0.1
     seed: int = 0  # of weights, batches and samples
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
-    precision: Literal["auto", "fp32", "bf16"] = "auto"  # auto measures what the device is fast at
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"  # auto measures what the device is fast at
     compile: bool = False  # torch.compile
     activation_checkpointing: bool = False  # compute activations again in the backward: less memory, more time
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"  # over many ranks; auto shards when a copy would not fit

@@ -43,7 +43,7 @@ class Subject:
     @property
     def identity(self) -> str:
         """What scores depend on beside the request."""
-        return f"{self.hash} {self.tokenizer.hash} {self.config.dtype}"
+        return f"{self.hash} {self.tokenizer.hash} {self.config.precision}"
 
     @property
     def masked(self) -> bool:
@@ -56,8 +56,7 @@ class Subject:
         device = self.config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.config.dtype]
-        model = load_model(self.folder, device=device, dtype=dtype)
+        model = load_model(self.folder, device=device, dtype=getattr(torch, self.config.precision))
         return scorer_for(model, self.tokenizer, batch_tokens=self.config.batch_tokens, banned=self.stop_tokens())
 
     def stop_tokens(self) -> Iterator[int]:
@@ -71,7 +70,7 @@ class Subject:
         from plume.generate.lm import load
 
         device = None if self.config.device == "auto" else self.config.device
-        return load(self.folder, device=device)
+        return load(self.folder, device=device, precision=self.config.precision)
 
     def write(self, prompts: Sequence[tuple[list[int], SamplingConfig]]) -> list[tuple[str, int]]:
         """Goes on from each prompt, those with the same settings together; the text, and how many tokens it is."""

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plume.config import ExportConfig, ModelConfig, UserError
+from plume.files import aside
 from plume.text import Tokenizer, load_tokenizer
 from plume.weights import load_model, resolve
 
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
     from plume.heads import Model
 
 # how far the written file's logits may be from ours, relative to their spread
-TOLERANCE = {"f32": 1e-2, "f16": 2e-2, "q8_0": 1.5e-1}  # llama.cpp's f32 has a GELU table of half precision
+TOLERANCE = {"float32": 1e-2, "float16": 2e-2, "int8": 1.5e-1}  # llama.cpp has a GELU table of half precision
+GGUF_TYPES = {"float32": ("F32", "ALL_F32"), "float16": ("F16", "MOSTLY_F16"), "int8": ("Q8_0", "MOSTLY_Q8_0")}
 CHECKED_TOKENS = 16
 
 
@@ -49,25 +49,18 @@ def export(config: ExportConfig) -> Exported:
     path = config.path
     if config.format == "gguf":
         refuse_gguf(model.config, tokenizer)
-        _aside(path, lambda aside: write_gguf(model, tokenizer, aside, config.precision, folder.resolve().name))
+        with aside(path) as hidden:
+            write_gguf(model, tokenizer, hidden, config.precision, folder.resolve().name)
         runner, logits = run_gguf(path, _sample_tokens(model.config))
     else:
-        if config.precision != "f32":
-            raise UserError(f"precision={config.precision} is for GGUF; ONNX is written as f32")
-        _aside(path, lambda aside: write_onnx(model, aside, cache=config.cache))
+        if config.precision != "float32":
+            raise UserError(f"precision={config.precision} is for GGUF; ONNX is written as float32")
+        with aside(path) as hidden:
+            write_onnx(model, hidden, cache=config.cache)
         runner, logits = run_onnx(path, model.config, _sample_tokens(model.config), cache=config.cache)
     if logits is None:
         return Exported(path, None, float("nan"))
     return Exported(path, runner, _agreement(model, logits, path, config.precision))
-
-
-def _aside(path: Path, write: Any) -> None:
-    """Write under another name, then rename: a file that is there is a whole one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-        aside = Path(folder) / path.name
-        write(aside)
-        os.replace(aside, path)
 
 
 def _sample_tokens(config: ModelConfig) -> list[int]:
@@ -127,16 +120,19 @@ def write_gguf(model: Model, tokenizer: Tokenizer, path: Path, precision: str, n
     writer.add_feed_forward_length(c.mlp_width)
     writer.add_head_count(c.heads)
     writer.add_layer_norm_eps(c.norm_eps)
-    kinds = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
-    writer.add_file_type(gguf.LlamaFileType[kinds[precision]])
+    tensor_type, file_type = GGUF_TYPES[precision]
+    writer.add_file_type(gguf.LlamaFileType[file_type])
     _write_vocabulary(writer, tokenizer, c, gguf)
-    kind = gguf.GGMLQuantizationType[precision.upper()]
+    kind = gguf.GGMLQuantizationType[tensor_type]
     for tensor_name, tensor in gguf_tensors(model):
         if tensor.ndim == 1 or tensor_name == "position_embd.weight" or kind == gguf.GGMLQuantizationType.F32:
             writer.add_tensor(tensor_name, tensor.astype(np.float32))
         else:
-            if precision == "q8_0" and tensor.shape[-1] % 32:
-                raise UserError(f"q8_0 needs widths that are multiples of 32, but {tensor_name} has {tensor.shape[-1]}")
+            if precision == "int8" and tensor.shape[-1] % 32:
+                raise UserError(
+                    f"precision=int8, which is GGUF's q8_0, needs widths that are multiples of 32, but {tensor_name} "
+                    f"has {tensor.shape[-1]}; float16 takes any"
+                )
             writer.add_tensor(tensor_name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -17,7 +17,7 @@ from plume.config import EngineConfig, SamplingConfig, UserError
 from plume.generate import looking, sampling
 from plume.generate.continuation import Continuation, Generation, Guess, fresh_seed
 from plume.generate.engine import Engine
-from plume.generate.looking import NextToken, Score, TokenScore
+from plume.generate.looking import Candidate, Score, TokenScore
 from plume.generate.opening import engine_for, open_engine
 from plume.generate.options import SamplingOptions, with_options
 from plume.generate.runner import Runner
@@ -185,7 +185,7 @@ class LM:
 
     # -- looking
 
-    def next_tokens(self, prompt: Prompt = None, k: int = 10) -> list[NextToken]:
+    def next_tokens(self, prompt: Prompt = None, k: int = 10) -> list[Candidate]:
         """The k likeliest next tokens with their probabilities."""
         if k < 1:
             raise UserError(f"k={k} must be at least 1, for example 10")
@@ -263,7 +263,7 @@ class LM:
 
     # -- encoders
 
-    def fill_mask(self, text: str, k: int = 5) -> list[list[NextToken]]:
+    def fill_mask(self, text: str, k: int = 5) -> list[list[Candidate]]:
         """For each mask in the text, the k likeliest tokens there."""
         return looking.fill_mask(self.model, self.tokenizer, text, k)
 

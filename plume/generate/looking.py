@@ -22,7 +22,7 @@ ROWS_AT_ONCE = 64  # all logits of a long text at once would be large
 
 
 @dataclass(frozen=True)
-class NextToken:
+class Candidate:
     """One token that may stand at a place."""
 
     id: int
@@ -58,11 +58,11 @@ def text_of(tokenizer: Tokenizer, id: int) -> str:
     return tokenizer.piece_bytes(id).decode(errors="replace")
 
 
-def likeliest(tokenizer: Tokenizer, logits: Floats, k: int) -> list[NextToken]:
+def likeliest(tokenizer: Tokenizer, logits: Floats, k: int) -> list[Candidate]:
     """The k likeliest tokens of one row of logits, (V,)."""
     logprobs = sampling.log_softmax(logits[: tokenizer.vocab_size])
     best = sampling.largest(logprobs, min(k, len(logprobs)))
-    return [NextToken(int(i), text_of(tokenizer, int(i)), float(np.exp(logprobs[i]))) for i in best]
+    return [Candidate(int(i), text_of(tokenizer, int(i)), float(np.exp(logprobs[i]))) for i in best]
 
 
 def score_window(
@@ -82,7 +82,7 @@ def score_window(
     return scores
 
 
-def fill_mask(model: Model, tokenizer: Tokenizer, text: str, k: int) -> list[list[NextToken]]:
+def fill_mask(model: Model, tokenizer: Tokenizer, text: str, k: int) -> list[list[Candidate]]:
     """For each mask in the text, the k likeliest tokens there."""
     import torch
 

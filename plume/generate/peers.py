@@ -219,8 +219,8 @@ ENGINES: dict[str, tuple[str, Callable[[Setting], Engine]]] = {
     "llama.cpp q4_0": ("llama_cpp", partial(llama_engine, kind="q4_0")),
     "ctranslate2 float32": ("ctranslate2", partial(ctranslate2_engine, kind="float32")),
     "ctranslate2 int8": ("ctranslate2", partial(ctranslate2_engine, kind="int8")),
-    "transformers fp32": ("transformers", transformers_engine),
-    "onnxruntime fp32": ("onnxruntime", onnx_engine),
+    "transformers float32": ("transformers", transformers_engine),
+    "onnxruntime float32": ("onnxruntime", onnx_engine),
 }
 
 

@@ -13,37 +13,37 @@ import torch
 from plume.config import ModelConfig, UserError
 
 SIDE = 1024  # of the matrices that are timed
-WORTH_IT = 1.2  # bf16 must be this much faster to be chosen: it has fewer digits
+WORTH_IT = 1.2  # bfloat16 must be this much faster to be chosen: it has fewer digits
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What matrices are multiplied in. Weights, optimiser states and sums stay in fp32."""
+    """What matrices are multiplied in. Weights, optimiser states and sums stay in float32."""
 
-    name: Literal["fp32", "bf16"]
+    name: Literal["float32", "bfloat16"]
     device: torch.device
     peak: float  # measured multiply-and-add operations per second, each counted as two
 
     def context(self) -> AbstractContextManager[object]:
-        if self.name == "fp32":
+        if self.name == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 
 
-def choose_precision(device: torch.device, wanted: Literal["auto", "fp32", "bf16"]) -> Precision:
+def choose_precision(device: torch.device, wanted: Literal["auto", "float32", "bfloat16"]) -> Precision:
     """The precision asked for, or the one the device multiplies fastest in."""
-    if wanted == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise UserError("precision='bf16' is not supported by this GPU; precision='fp32' is")
+    if wanted == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise UserError("precision='bfloat16' is not supported by this GPU; precision='float32' is")
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where the GPU has it
     exact = matmul_speed(device, torch.float32)
-    if wanted == "fp32":
-        return Precision("fp32", device, exact)
+    if wanted == "float32":
+        return Precision("float32", device, exact)
     rough = matmul_speed(device, torch.bfloat16)
     if wanted == "auto" and rough < WORTH_IT * exact:
-        return Precision("fp32", device, exact)
-    return Precision("bf16", device, rough)
+        return Precision("float32", device, exact)
+    return Precision("bfloat16", device, rough)
 
 
 @cache

@@ -18,7 +18,7 @@ from plume.model import Attention, Block
 from plume.train.devices import Precision
 from plume.train.ranks import Ranks
 
-BYTES_PER_WEIGHT = 16  # weight, gradient and Adam's two moments in fp32
+BYTES_PER_WEIGHT = 16  # weight, gradient and Adam's two moments in float32
 SHARE_OF_DEVICE = 0.6  # a copy that needs more than this of a device is sharded
 
 
@@ -111,7 +111,7 @@ def should_shard(module: nn.Module, config: TrainConfig, ranks: Ranks) -> bool:
 
 def shard(module: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
     """FSDP2: each block's weights are gathered when they are needed, and gradients scattered."""
-    low = torch.bfloat16 if precision.name == "bf16" else None
+    low = torch.bfloat16 if precision.name == "bfloat16" else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
     for block in blocks(module):
         fully_shard(block, mesh=mesh, mp_policy=policy)

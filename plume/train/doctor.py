@@ -29,8 +29,8 @@ class Health:
     host: str
     device: str
     memory_gb: float
-    fp32: float  # operations per second in matrix products
-    bf16: float
+    float32: float  # operations per second in matrix products
+    bfloat16: float
     precision: str  # what auto would choose
     threads: int
 
@@ -75,14 +75,14 @@ def doctor(device: str = "auto", patience: float = 30.0) -> Diagnosis | None:
 
 
 def examine(ranks: Ranks) -> Health:
-    fp32, bf16 = (matmul_speed(ranks.device, dtype) for dtype in (torch.float32, torch.bfloat16))
+    float32, bfloat16 = (matmul_speed(ranks.device, dtype) for dtype in (torch.float32, torch.bfloat16))
     return Health(
         rank=ranks.rank,
         host=platform.node(),
         device=str(ranks.device),
         memory_gb=round(memory_bytes(ranks.device) / 2**30, 1),
-        fp32=fp32,
-        bf16=bf16,
+        float32=float32,
+        bfloat16=bfloat16,
         precision=choose_precision(ranks.device, "auto").name,
         threads=torch.get_num_threads(),
     )
@@ -119,8 +119,8 @@ def time_all_reduce(ranks: Ranks, tries: int = 3) -> float:
 
 
 def diagnose(everyone: list[Health], dead: list[int], seconds: float | None) -> Diagnosis:
-    usual = median(health.fp32 for health in everyone)
-    slow = [health.rank for health in everyone if health.fp32 * SLOW < usual]
+    usual = median(health.float32 for health in everyone)
+    slow = [health.rank for health in everyone if health.float32 * SLOW < usual]
     size = len(everyone)
     rate = None if not seconds else 2 * (size - 1) / size * NUMBERS * 4 / seconds  # what a ring moves per rank
     return Diagnosis(everyone, dead, slow, seconds, rate, platform.python_version(), torch.__version__)
@@ -132,9 +132,9 @@ def show_diagnosis(found: Diagnosis) -> None:
 
     console = Console()
     console.print(f"Python {found.python}, torch {found.torch}", highlight=False)
-    table = Table("rank", "host", "device", "memory", "threads", "fp32", "bf16", "precision")
+    table = Table("rank", "host", "device", "memory", "threads", "float32", "bfloat16", "precision")
     for health in found.ranks:
-        speeds = [f"{speed / 1e9:,.0f} GFLOP/s" for speed in (health.fp32, health.bf16)]
+        speeds = [f"{speed / 1e9:,.0f} GFLOP/s" for speed in (health.float32, health.bfloat16)]
         memory = f"{health.memory_gb} GiB"
         row = [str(health.rank), health.host, health.device, memory, str(health.threads), *speeds, health.precision]
         table.add_row(*row)

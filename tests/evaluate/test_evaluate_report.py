@@ -254,7 +254,7 @@ def sweep_recipe(folder: Path, name: str, steps: int, sizes: str) -> Path:
         batch = 4
         log_every = 2
         checkpoint_every = 10
-        precision = "fp32"
+        precision = "float32"
         device = "cpu"
         [data]
         paths = ["{folder}/*.txt"]

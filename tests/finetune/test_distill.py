@@ -12,7 +12,7 @@ from plume.heads import Model
 from plume.train.distill import DistillObjective, Lesson, copy_layers, distill, matched_layers, student_config
 from plume.train.objectives import TensorBatch
 
-TRAIN = TrainConfig(steps=3, batch=2, lr=1e-3, device="cpu", precision="fp32", validation_rows=4)
+TRAIN = TrainConfig(steps=3, batch=2, lr=1e-3, device="cpu", precision="float32", validation_rows=4)
 
 
 def pair_of(family, **more):

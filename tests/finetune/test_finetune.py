@@ -20,7 +20,15 @@ from plume.train.labelled import Grouped, Labelled
 from plume.train.report import plot_confusion
 from plume.train.task_plan import learning_rate
 
-QUICK = {"epochs": 2.0, "batch": 16, "lr": 3e-3, "seeds": 1, "device": "cpu", "precision": "fp32", "validate_every": 5}
+QUICK = {
+    "epochs": 2.0,
+    "batch": 16,
+    "lr": 3e-3,
+    "seeds": 1,
+    "device": "cpu",
+    "precision": "float32",
+    "validate_every": 5,
+}
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ def test_the_command_line_fine_tunes(tmp_path, capsys):
     base, rows = random_base("gpt2", tmp_path / "base"), write_reviews(tmp_path / "reviews.csv", copies=2)
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'model = "{base}"\nfolder = "{tmp_path / "run"}"\nseeds = 1\n[task]\ntrain = "{rows}"\n')
-    assert main(["finetune", str(recipe), "--epochs", "1", "--batch=8", "--device", "cpu", "--precision", "fp32"]) == 0
+    assert main(["finetune", str(recipe), "--epochs=1", "--batch=8", "--device", "cpu", "--precision", "float32"]) == 0
     said = capsys.readouterr().out
     assert "validation accuracy: median" in said and "text = 'review' (guessed)" in said
     assert main(["finetune", str(recipe)]) == 2

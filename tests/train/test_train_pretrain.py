@@ -65,7 +65,7 @@ def small(recipe: str, place: Path, **more: str) -> PretrainConfig:
         "train.validate_every": "50",
         "train.sample_tokens": "8",
         "train.device": "cpu",
-        "train.precision": "fp32",
+        "train.precision": "float32",
     }
     if recipe == "transformer-laptop":
         overrides |= {"data.targets": json.dumps([str(capitals)]), "model.decoder_layers": "2"}

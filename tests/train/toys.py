@@ -15,7 +15,7 @@ from plume.train.optim import batch_rows, rows_before
 from plume.train.ranks import Ranks
 
 TINY: ModelConfig = replace(PRESETS["bert-tiny"], vocab_size=31, context=12, layers=2, heads=2, width=16, dropout=0.0)
-FP32 = Precision("fp32", torch.device("cpu"), 1e9)
+FLOAT32 = Precision("float32", torch.device("cpu"), 1e9)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def toy_trainer(folder: Path, config: TrainConfig, ranks: Ranks | None = None, *
         "validation": ToyRows(config, fixed=6),
     } | task
     folder.mkdir(parents=True, exist_ok=True)
-    return Trainer(Task(**given), config, folder, Ranks() if ranks is None else ranks, FP32)
+    return Trainer(Task(**given), config, folder, Ranks() if ranks is None else ranks, FLOAT32)
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
