@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from plume.config.errors import UserError, below_one, refuse
+from plume.config.errors import UserError, below_one, check_encoding, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +73,8 @@ class DataConfig:
     score_field: str = "score"  # where rows have a number, for clean.min_score
     targets: tuple[str, ...] = ()  # files aligned line by line with paths, for sequence to sequence
     documents: Literal["file", "paragraph", "line"] = "file"  # what one document is in plain text
-    encoding: str = "utf-8"  # of plain text
-    validation: float = 0.01  # share held out
+    encoding: str = "utf-8"  # of plain text, .csv and .tsv; others are gb18030, latin-1, utf-16, ...
+    validation_share: float = 0.01  # of the documents, held out
     split: Literal["hash", "tail"] | None = (
         None  # by each document's hash, or the end; unset: tail below 1000 documents
     )
@@ -96,14 +96,11 @@ class DataConfig:
             raise UserError(f"weights={list(self.weights)}: a weight cannot be negative; 0 leaves a path out")
         if self.weights and not sum(self.weights) > 0:
             raise UserError(f"weights={list(self.weights)}: at least one weight must be above 0")
-        if not 0.0 <= self.validation < 1.0:
-            raise UserError(f"validation={self.validation} must be at least 0 and below 1, for example 0.01")
+        if not 0.0 <= self.validation_share < 1.0:
+            raise UserError(f"validation_share={self.validation_share} must be at least 0 and below 1, for example 0.01")
         if self.shard_mb < 1 or (self.workers is not None and self.workers < 1):
             raise UserError(f"shard_mb={self.shard_mb} and workers={self.workers} must be at least 1")
-        try:
-            "".encode(self.encoding)
-        except LookupError:
-            raise UserError(f"encoding={self.encoding!r} is not known; utf-8 and latin-1 are") from None
+        check_encoding(self.encoding)
 
 
 STANDARD_LIBRARY = DataConfig(paths=("python:stdlib",), folder=Path("data/stdlib"))  # text that every machine has

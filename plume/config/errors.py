@@ -22,6 +22,13 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError("; ".join(sentences))
 
 
+def check_encoding(encoding: str) -> None:
+    try:
+        "".encode(encoding)
+    except LookupError:
+        raise UserError(f"encoding={encoding!r} is not known; utf-8, gb18030 and latin-1 are") from None
+
+
 def below_one(config: Any, *names: str) -> Iterator[str]:
     """A sentence for each of these fields that is set and less than 1."""
     for name in names:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from plume.config.errors import UserError, below_one, refuse
+from plume.config.errors import UserError, below_one, check_encoding, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +24,7 @@ class TaskConfig:
     target: Literal["label", "number"] | None = None  # unset means number where labels are numbers with a fraction
     columns: dict[str, str] = field(default_factory=dict)  # our field: their column; what is not named is guessed
     header: tuple[str, ...] = ()  # names of the columns where a .csv or .tsv has no header line
+    encoding: str = "utf-8"  # of .csv and .tsv; others are gb18030, latin-1, utf-16, ...
     labels: tuple[str, ...] = ()  # in this order; unset means the sorted labels of the training rows
     template: tuple[str, ...] = ()  # other passes than the kind's own, such as "{text} | {pair}"
     targets: str | None = None  # file aligned line by line with `train`, for translate
@@ -42,6 +43,7 @@ class TaskConfig:
             raise UserError(f"length={self.length} must be at least 8")
         if self.stride is not None and self.stride < 1:
             raise UserError(f"stride={self.stride} must be at least 1, for example 128")
+        check_encoding(self.encoding)
 
 
 @dataclass(frozen=True, kw_only=True)

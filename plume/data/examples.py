@@ -66,7 +66,7 @@ def guess_kind(rows: Sequence[Row], named: Mapping[str, str]) -> Kind:
     columns = set(rows[0])
 
     def there(name: str) -> bool:
-        return name in named or any(column in columns for column in NAMES[name])
+        return name in named or bool(_first(name, columns))
 
     if isinstance(rows[0].get(named.get("words", _first("words", columns))), list) and there("tags"):
         return "tag"
@@ -84,7 +84,9 @@ def guess_kind(rows: Sequence[Row], named: Mapping[str, str]) -> Kind:
 
 
 def _first(name: str, columns: Iterable[str]) -> str:
-    return next((column for column in NAMES[name] if column in columns), "")
+    """The first column with a usual name, whether it is written in capitals or not."""
+    plain = {column.strip().lower(): column for column in columns}
+    return next((plain[usual.lower()] for usual in NAMES[name] if usual.lower() in plain), "")
 
 
 def _choice_columns(columns: Iterable[str]) -> list[str]:

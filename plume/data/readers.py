@@ -15,6 +15,7 @@ from plume.data.rows import (
     Row,
     Tally,
     csv_rows,
+    foreign,
     json_rows,
     open_bytes,
     parquet_rows,
@@ -103,7 +104,7 @@ def read_part(part: Part, config: DataConfig, tally: Tally) -> Iterator[Document
         elif kind == ".json":
             yield from from_rows(json_rows(stream, path, tally), part.path, config, tally)
         elif kind in (".csv", ".tsv"):
-            rows = csv_rows(stream, path, tab=kind == ".tsv", columns=None, tally=tally)
+            rows = csv_rows(stream, path, tab=kind == ".tsv", columns=None, tally=tally, encoding=config.encoding)
             yield from from_rows((row for _, row in rows), part.path, config, tally)
         elif kind in PAGES:
             yield from page(stream.read(), part.path, None, tally)
@@ -175,7 +176,7 @@ def aligned(stream: BinaryIO, part: Part, config: DataConfig, tally: Tally) -> I
             where = f"{part.path} line {number}"
             text, target = (decoded(side.rstrip(b"\r\n"), config.encoding) for side in (line, translation))
             if text is None or target is None:
-                tally.add(f"not {config.encoding}", where)
+                tally.add(foreign(config.encoding), where)
             else:
                 yield Document(text, where, target=target)
 
@@ -211,7 +212,7 @@ def texts(stream: BinaryIO, part: Part, config: DataConfig, tally: Tally) -> Ite
 def spelled(data: bytes, where: str, config: DataConfig, tally: Tally, *, goes_on: bool = False) -> Iterator[Document]:
     text = decoded(data, config.encoding)
     if text is None:
-        tally.add(f"not {config.encoding} text", where)
+        tally.add(foreign(config.encoding), where)
     else:
         yield Document(text, where, goes_on=goes_on)
 

@@ -6,10 +6,12 @@ import codecs
 import csv
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -76,11 +78,12 @@ def skip_to(stream: BinaryIO, place: int) -> None:
 
 
 def read_rows(
-    path: Path | str, *, columns: Sequence[str] | None = None, tally: Tally | None = None
+    path: Path | str, *, columns: Sequence[str] | None = None, tally: Tally | None = None, encoding: str = "utf-8"
 ) -> Iterator[tuple[int, Row]]:
     """(line or row number from 1, row) of a table, kind by suffix; `columns` names them where no header does.
 
-    With a tally a broken row is counted and left out; without one it is a UserError.
+    Only .csv and .tsv come in other encodings. With a tally a broken row is counted and left out; without one it is a
+    UserError.
     """
     path = Path(path)
     if not path.is_file():
@@ -98,7 +101,7 @@ def read_rows(
         elif kind == ".json":
             yield from enumerate(json_rows(stream, path, tally), 1)
         elif kind in (".csv", ".tsv"):
-            yield from csv_rows(stream, path, tab=kind == ".tsv", columns=columns, tally=tally)
+            yield from csv_rows(stream, path, tab=kind == ".tsv", columns=columns, tally=tally, encoding=encoding)
         else:
             raise UserError(
                 f"{path}: no rows can be read from {kind or 'a file without a suffix'}; {', '.join(TABLES)} work"
@@ -136,9 +139,14 @@ def as_row(value: Any, where: str, tally: Tally | None) -> Row | None:
 
 
 @contextmanager
-def as_text(stream: BinaryIO, newline: str | None = None) -> Iterator[io.TextIOWrapper]:
-    """Characters instead of bytes; what is not UTF-8 is kept apart for `readable` to find."""
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+def as_text(stream: BinaryIO, newline: str | None = None, encoding: str = "utf-8") -> Iterator[io.TextIOWrapper]:
+    """Characters instead of bytes; a byte that does not fit the encoding is kept apart for `readable` to find."""
+    head = cast(io.BufferedReader, stream).peek(3)[:3]
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "utf-16"
+    elif head.startswith(codecs.BOM_UTF8):
+        encoding = "utf-8-sig"
+    text = io.TextIOWrapper(stream, encoding=encoding, errors="surrogateescape", newline=newline)
     try:
         yield text
     finally:
@@ -175,33 +183,51 @@ def json_values(text: io.TextIOWrapper) -> Iterator[Any]:
             buffer, place, more = buffer[place:] + chunk, 0, bool(chunk)
 
 
-def readable(cells: Iterable[Any], where: str, tally: Tally | None) -> bool:
-    """Whether no cell holds bytes that were not UTF-8 (surrogateescape keeps them apart from real text)."""
+def readable(cells: Iterable[Any], where: str, tally: Tally | None, reason: str = "not UTF-8") -> bool:
+    """Whether no cell holds bytes outside its encoding (surrogateescape keeps them apart from real text)."""
     for cell in cells:
         if isinstance(cell, str) and not cell.isascii() and any("\udc80" <= c <= "\udcff" for c in cell):
-            reject("not UTF-8", where, tally)
+            reject(reason, where, tally)
             return False
     return True
 
 
 def csv_rows(
-    stream: BinaryIO, path: Path, *, tab: bool, columns: Sequence[str] | None, tally: Tally | None
+    stream: BinaryIO,
+    path: Path,
+    *,
+    tab: bool,
+    columns: Sequence[str] | None,
+    tally: Tally | None,
+    encoding: str = "utf-8",
 ) -> Iterator[tuple[int, Row]]:
-    """(line number, row); tabs part cells as they stand, commas may stand in quotes."""
+    """(line number, row); tabs part cells as they stand, commas (or what stands for them) may stand in quotes."""
     csv.field_size_limit(LONGEST_LINE)
     quoting: Any = csv.QUOTE_NONE if tab else csv.QUOTE_MINIMAL
-    with as_text(stream, newline="") as text:
-        reader = csv.reader(text, delimiter="\t" if tab else ",", quoting=quoting)
+    with as_text(stream, "", encoding) as text:
+        first = text.readline()
+        reader = csv.reader(chain([first], text), delimiter="\t" if tab else delimiter(first), quoting=quoting)
         try:
             names = list(columns) if columns is not None else next(reader, [])
             for cells in reader:
                 where = f"{path} line {reader.line_num}"
                 if cells and len(cells) != len(names):
                     reject(f"not the {len(names)} columns of the header", where, tally)
-                elif cells and readable(cells, where, tally):
+                elif cells and readable(cells, where, tally, foreign(encoding)):
                     yield reader.line_num, dict(zip(names, cells, strict=True))
         except csv.Error as error:
             reject(f"not CSV ({error})", f"{path} line {reader.line_num}", tally)
+
+
+def foreign(encoding: str) -> str:
+    """Why a text cannot be read, and what can be done about it."""
+    return f"not {encoding} text; encoding=gb18030, latin-1, ... names another"
+
+
+def delimiter(line: str) -> str:
+    """What parts the cells of a .csv by its first line: spreadsheets of many countries write semicolons."""
+    outside = re.sub(r'"[^"]*"', "", line)
+    return max(",;\t|", key=outside.count)  # of equals the comma, which stands first
 
 
 def parquet_rows(path: Path, groups: Sequence[int] | None = None) -> Iterator[Row]:

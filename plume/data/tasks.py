@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plume.config import TaskConfig, UserError, did_you_mean
-from plume.data.examples import Example, Kind, Target, examples_from, guess_columns, guess_kind
+from plume.data.examples import LABEL_OF, Example, Kind, Target, examples_from, guess_columns, guess_kind
 from plume.data.rows import Row, Tally, read_rows, suffix_of
 
 COLUMN_FILES = (".conll", ".bio", ".iob", ".iob2", ".conllu")
@@ -105,7 +105,7 @@ def load_task(config: TaskConfig, *, seed: int = 0) -> TaskData:
         train, validation, test = ([_numbered(e, tally) for e in part] for part in (train, validation, test))
         if kind != "embed":  # whose pairs need no number
             train, validation = ([e for e in part if e.label is not None] for part in (train, validation))
-    labels = _labels(config, kind, target, train)
+    labels = _labels(config, kind, target, train, columns)
     if not validation:
         train, validation = split(train, config.validation_share, seed)
     for example in (*train, *validation, *test):
@@ -189,7 +189,7 @@ def _opened(
 
     def table(path: Path, targets: str | None) -> Iterator[tuple[str, Row]]:
         header = config.header if config.header else None
-        for number, row in read_rows(path, columns=header, tally=tally):
+        for number, row in read_rows(path, columns=header, tally=tally, encoding=config.encoding):
             yield f"{path} line {number}", row
 
     first = [row for _, (_, row) in zip(range(100), table(path, None), strict=False)]
@@ -197,7 +197,25 @@ def _opened(
         raise UserError(f"{path} holds no rows")
     kind = config.kind if config.kind is not None else guess_kind(first, config.columns)
     columns = guess_columns(kind, first, config.columns, str(path))
+    _check_label_column(kind, columns, first, path)
     return kind, columns, tuple(name for name in columns if name not in config.columns), table
+
+
+def _check_label_column(kind: Kind, columns: Mapping[str, str], rows: Sequence[Row], path: Path) -> None:
+    """There is one, and its name is a name: where it is a label itself, the file has no header."""
+    label, there = LABEL_OF.get(kind, "label"), list(rows[0])
+    column = columns.get(label)
+    if column is None and kind != "embed":
+        raise UserError(
+            f"{path}: no column found for the {label} of a {kind} task; it has {', '.join(map(repr, there))}; "
+            f"name it, for example --task.columns.{label} {there[-1]!r}"
+        )
+    if column is not None and any(row.get(column) == column for row in rows):
+        names = [next((f for f, c in columns.items() if c == name), f"column{i}") for i, name in enumerate(there, 1)]
+        raise UserError(
+            f"{path}: the first line should name the columns, but {column!r} stands among the labels too; "
+            f"where there are no names, give them: --task.header {' '.join(names)}"
+        )
 
 
 def _refuse_kind(config: TaskConfig, kind: Kind, path: Path) -> None:
@@ -303,7 +321,9 @@ def _numbered(example: Example, tally: Tally | None) -> Example:
     return Example(example.fields, number, example.where)
 
 
-def _labels(config: TaskConfig, kind: Kind, target: Target, train: list[Example]) -> tuple[str, ...]:
+def _labels(
+    config: TaskConfig, kind: Kind, target: Target, train: list[Example], columns: Mapping[str, str]
+) -> tuple[str, ...]:
     if kind == "choose":
         _count_from_zero(train)
     if kind in ("choose", "span", "embed", "translate"):
@@ -315,7 +335,8 @@ def _labels(config: TaskConfig, kind: Kind, target: Target, train: list[Example]
     if len(seen) < 2:
         raise UserError(
             f"every training row has the label {next(iter(seen))!r}; there is nothing to learn from one class only: "
-            f"a second label is needed"
+            f"a second label is needed, or another column than {columns[LABEL_OF.get(kind, 'label')]!r}: "
+            "--task.columns.label NAME"
         )
     if absent := [label for label in labels if label not in seen]:
         raise UserError(f"task.labels names {', '.join(map(repr, absent))}, which no training row has")
@@ -367,5 +388,9 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
     train = [e for e in examples if not by_place[id(e)]]
     validation = [e for e in examples if by_place[id(e)]]
     if not validation or not train:
-        raise UserError(f"{len(examples)} rows are too few to hold some out; give a validation file")
+        texts = len({digest for digest, _ in everyone})
+        raise UserError(
+            f"{len(examples)} rows with {texts} different texts are too few to hold some out; add rows, or give a file "
+            "with --task.validation"
+        )
     return train, validation

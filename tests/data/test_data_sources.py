@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from plume.config import DataConfig, TokenizerConfig, UserError
 from plume.data import Tally, read_documents, read_rows
 from plume.data.readers import read_part, read_piece
+from plume.data.rows import foreign
 from plume.data.sources import Part, Piece, cut_file, find_files, plan_pieces
 from plume.text import train_tokenizer
 
@@ -120,7 +121,7 @@ def test_encodings(tmp_path):
     (tmp_path / "binary.txt").write_bytes(b"\0\1\2")
     tally = Tally()
     assert [d.text for d in read_documents(config(tmp_path), tally)] == ["c\nd", "a\nb"]
-    assert tally.counts == {"not utf-8 text": 2}
+    assert tally.counts == {foreign("utf-8"): 2}
     assert texts_of(tmp_path / "latin.txt", encoding="latin-1") == ["déjà vu"]
 
 

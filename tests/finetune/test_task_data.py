@@ -1,5 +1,6 @@
 """Labelled files of every kind are read, columns are guessed and shown, and mistakes are named with their place."""
 
+import csv
 import json
 
 import pytest
@@ -35,6 +36,49 @@ def test_a_csv_with_columns_of_other_names(tmp_path):
 def test_columns_that_only_their_content_tells(tmp_path):
     path = rows(tmp_path / "a.csv", "x,y", *[f"{n % 2},some words here {n}" for n in range(20)])
     assert load_task(TaskConfig(train=path)).columns == {"text": "y", "label": "x"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "gb18030"])
+@pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
+def test_a_csv_from_any_spreadsheet(tmp_path, encoding, mark):
+    """Semicolons, a byte order mark, Windows line ends, quoted newlines and marks, names with spaces and capitals."""
+    table = [["Nr.", "Kunden Meinung (Text)", "Urteil ★"]]
+    table += [[str(n), f'这本书\n第{n}页, "sehr; gut|schön"', "好评" if n % 2 else "差评"] for n in range(20)]
+    with (tmp_path / "a.csv").open("w", encoding=encoding, newline="") as stream:
+        csv.writer(stream, delimiter=mark, lineterminator="\r\n").writerows(table)
+    said = "gb18030" if encoding == "gb18030" else "utf-8"  # a byte order mark speaks for itself
+    data = load_task(TaskConfig(train=str(tmp_path / "a.csv"), encoding=said))
+    assert data.columns == {"text": "Kunden Meinung (Text)", "label": "Urteil ★"}
+    assert data.labels == ("好评", "差评")
+    assert {e.fields["text"] for e in (*data.train, *data.validation)} == {row[1] for row in table[1:]}
+
+
+def test_usual_names_in_capitals(tmp_path):
+    path = rows(
+        tmp_path / "a.csv", "ID,Sentence1, Sentence2 ,LABEL", *[f"{n},left {n},right {n},{n % 2}" for n in range(20)]
+    )
+    data = load_task(TaskConfig(train=path))
+    assert data.kind == "pair"
+    assert data.columns == {"text": "Sentence1", "pair": " Sentence2 ", "label": "LABEL"}
+
+
+def test_what_is_wrong_with_a_csv_is_said_with_its_remedy(tmp_path):
+    lines = [f"schöner Film {n},{'gut' if n % 2 else 'übel'}" for n in range(20)]
+    (tmp_path / "latin.csv").write_text("\n".join(["text,label", *lines]), encoding="latin-1")
+    with pytest.raises(UserError, match="line 2: not utf-8 text; encoding=gb18030, latin-1"):
+        load_task(TaskConfig(train=str(tmp_path / "latin.csv")))
+    assert load_task(TaskConfig(train=str(tmp_path / "latin.csv"), encoding="latin-1")).labels == ("gut", "übel")
+    with pytest.raises(UserError, match="encoding='utf-9' is not known"):
+        TaskConfig(train="any.csv", encoding="utf-9")
+    with pytest.raises(UserError, match=r"'übel' stands among the labels too.*--task.header text label"):
+        load_task(TaskConfig(train=rows(tmp_path / "bare.csv", *lines)))
+    assert len(load_task(TaskConfig(train=str(tmp_path / "bare.csv"), header=("text", "label"))).train) == 18
+    with pytest.raises(UserError, match=r"another column than 'b': --task.columns.label NAME"):
+        load_task(TaskConfig(train=rows(tmp_path / "one.csv", "a,b", *[f"some text {n},2" for n in range(20)])))
+    with pytest.raises(UserError, match="no column found for the label of a classify task; it has 'text', 'Nr'"):
+        load_task(TaskConfig(train=rows(tmp_path / "none.csv", "text,Nr", *[f"some text {n},{n}" for n in range(20)])))
+    with pytest.raises(UserError, match="20 rows with 2 different texts are too few to hold some out"):
+        load_task(TaskConfig(train=rows(tmp_path / "few.csv", "text,label", *["good,yes", "bad,no"] * 10)))
 
 
 def test_parquet_and_jsonl_and_tsv_say_the_same(tmp_path):
