@@ -58,7 +58,7 @@ def main() -> None:
             paths=(str(args.text),),
             folder=place / "data",
             tokenizer=TokenizerConfig(kind="characters"),
-            validation=0.1,
+            validation_share=0.1,
             split="tail",
             workers=1,
         )

@@ -72,7 +72,7 @@ def settings(config: DemoConfig) -> PretrainConfig:
             paths=paths,
             folder=config.folder / "data",
             tokenizer=TokenizerConfig(kind="byte-bpe", vocab_size=vocab_size),
-            validation=0.05 if config.text else 0.02,
+            validation_share=0.05 if config.text else 0.02,
             overwrite=True,
         ),
         train=TrainConfig(

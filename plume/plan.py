@@ -80,7 +80,7 @@ def count_parameters(model: Model) -> dict[str, int]:
     return counts
 
 
-def forward_flops_per_token(config: ModelConfig, parameters: dict[str, int], sequence: int) -> int:
+def forward_flops_per_token(config: ModelConfig, parameters: dict[str, int], length: int) -> int:
     """Two operations per weight of each matrix a token meets, and the attention's own products."""
     matrices = 0
     for name, size in parameters.items():
@@ -88,7 +88,7 @@ def forward_flops_per_token(config: ModelConfig, parameters: dict[str, int], seq
             layers = config.decoder_layers if ".decoder." in name else config.layers
             matrices += size * (layers if "{}" in name else 1)
     matrices += config.table_rows * config.width  # the table is read backwards for the answer
-    seen = sequence / 2 if config.causal else sequence
+    seen = length / 2 if config.causal else length
     attention = 0.0
     for layer in range(config.layers + config.decoder_layers):
         band = config.band_of(layer)
@@ -96,7 +96,7 @@ def forward_flops_per_token(config: ModelConfig, parameters: dict[str, int], seq
     return int(2 * matrices + attention)
 
 
-def activation_floats(config: ModelConfig, batch: int, sequence: int) -> int:
+def activation_floats(config: ModelConfig, batch: int, length: int) -> int:
     """What the forward pass keeps for the backward pass, without activation checkpointing and with chunked logits.
 
     Per token and layer: what goes into and comes out of the norms, q, k, v, the attention's result, the MLP's two inner
@@ -105,9 +105,9 @@ def activation_floats(config: ModelConfig, batch: int, sequence: int) -> int:
     width, inner = config.width, config.mlp_width
     per_layer = 8 * width + 2 * inner + config.heads
     if config.dropout:
-        per_layer += 2 * width + 3 * config.heads * sequence
+        per_layer += 2 * width + 3 * config.heads * length
     stacks = config.layers + config.decoder_layers
-    return batch * sequence * (stacks * per_layer + (2 if config.dropout else 1) * width)
+    return batch * length * (stacks * per_layer + (2 if config.dropout else 1) * width)
 
 
 def measure_block(config: ModelConfig, seconds: float = 0.5) -> float:
@@ -117,9 +117,9 @@ def measure_block(config: ModelConfig, seconds: float = 0.5) -> float:
         vocab_size=1, context=256, layers=1, heads=config.heads, width=width, hidden=4 * width, dropout=0.0
     )
     block = Block(small, causal=True, cross=False)
-    sequence, batch = 128, 2
-    x = torch.randn(batch, sequence, width)
-    operations = 3 * batch * sequence * (2 * 12 * width * width + 4 * width * sequence / 2)
+    length, batch = 128, 2
+    x = torch.randn(batch, length, width)
+    operations = 3 * batch * length * (2 * 12 * width * width + 4 * width * length / 2)
     block(x).sum().backward()
     start, rounds = time.perf_counter(), 0
     while time.perf_counter() - start < seconds or rounds < 2:
@@ -130,9 +130,9 @@ def measure_block(config: ModelConfig, seconds: float = 0.5) -> float:
 
 def plan(config: PlanConfig) -> Plan:
     model_config = config.model
-    sequence = model_config.context if config.sequence is None else config.sequence
-    if not 0 < sequence <= model_config.context:
-        raise UserError(f"sequence={sequence} must lie between 1 and the context {model_config.context}")
+    length = model_config.context if config.length is None else config.length
+    if not 0 < length <= model_config.context:
+        raise UserError(f"length={length} must lie between 1 and the context {model_config.context}")
     if config.tokens <= 0 or config.batch <= 0:
         raise UserError(f"tokens={config.tokens} and batch={config.batch} must be positive")
     generates = model_config.causal or model_config.decoder_layers > 0
@@ -140,7 +140,7 @@ def plan(config: PlanConfig) -> Plan:
         model = Model(model_config, "next-token" if generates else "bare")
     by_tensor = count_parameters(model)
     total = sum(parameter.numel() for parameter in model.parameters())
-    forward = forward_flops_per_token(model_config, by_tensor, sequence)
+    forward = forward_flops_per_token(model_config, by_tensor, length)
     measured = measure_block(model_config)
     seconds = {"this machine": 3 * forward * config.tokens / measured}
     dollars: dict[str, float] = {}
@@ -156,7 +156,7 @@ def plan(config: PlanConfig) -> Plan:
         weight_bytes=FLOAT * total,
         gradient_bytes=FLOAT * total,
         optimizer_bytes=2 * FLOAT * total,
-        activation_bytes=FLOAT * activation_floats(model_config, config.batch, sequence),
+        activation_bytes=FLOAT * activation_floats(model_config, config.batch, length),
         cache_bytes_per_token=2 * FLOAT * layers * model_config.width,
         flops_per_token_forward=forward,
         flops_per_token_training=3 * forward,
@@ -213,10 +213,10 @@ def plan_ranks(config: PlanConfig, whole: Plan) -> RankPlan:
     layers = config.model.layers + config.model.decoder_layers
     block = split // tensor // layers
     gathered = 2 * HALF * (shared + 2 * block) if shards > 1 else 0  # weights and gradients; two blocks at a time
-    sequence = config.model.context if config.sequence is None else config.sequence
-    activations = rank_activations(config, sequence)
-    sent = traffic(config, held, replicas, sequence)
-    tokens = config.batch * sequence * replicas * config.accumulate
+    length = config.model.context if config.length is None else config.length
+    activations = rank_activations(config, length)
+    sent = traffic(config, held, replicas, length)
+    tokens = config.batch * length * replicas * config.accumulate
     compute = tokens * whole.flops_per_token_training / (ranks * hardware.teraflops * 1e12 * hardware.reached)
     compute *= 4 / 3 if config.activation_checkpointing else 1
     seconds = send_seconds(config, sent)
@@ -271,10 +271,10 @@ def split_counts(config: ModelConfig, by_tensor: dict[str, int]) -> tuple[int, i
     return split, shared
 
 
-def rank_activations(config: PlanConfig, sequence: int) -> int:
+def rank_activations(config: PlanConfig, length: int) -> int:
     """Bytes kept for the backward: everything, or each block's input and one block in full."""
-    model, tokens = config.model, config.batch * sequence
-    full = activation_floats(model, config.batch, sequence)
+    model, tokens = config.model, config.batch * length
+    full = activation_floats(model, config.batch, length)
     stacks = model.layers + model.decoder_layers
     per_block = (full - tokens * model.width) // stacks
     outside = tokens * model.width * (stacks * 4 if not config.activation_checkpointing else 4)  # not cut by tensors
@@ -287,7 +287,7 @@ def rank_activations(config: PlanConfig, sequence: int) -> int:
     return HALF * kept
 
 
-def traffic(config: PlanConfig, held: int, replicas: int, sequence: int) -> dict[str, int]:
+def traffic(config: PlanConfig, held: int, replicas: int, length: int) -> dict[str, int]:
     """Bytes that one rank sends in a step: gathering weights, meeting gradients, and summing inside split blocks."""
     ring = (replicas - 1) / replicas
     weights = gradients = 0.0
@@ -298,7 +298,7 @@ def traffic(config: PlanConfig, held: int, replicas: int, sequence: int) -> dict
         gradients = 2 * ring * FLOAT * held
     sums = 4 * (config.model.layers + config.model.decoder_layers)  # two sub-blocks, forward and backward
     pair = 2 * (config.tensor_parallel - 1) / config.tensor_parallel
-    activations = sums * pair * HALF * config.batch * sequence * config.model.width * config.accumulate
+    activations = sums * pair * HALF * config.batch * length * config.model.width * config.accumulate
     return {"weights": int(weights), "gradients": int(gradients), "activations": int(activations)}
 
 
@@ -355,14 +355,14 @@ def table(plan: Plan, config: PlanConfig) -> RenderableType:
     parameters.add_section()
     parameters.add_row("one block", f"{per_block:,}", f"{plan.layers}", f"{per_block * plan.layers:,}")
 
-    sequence = config.model.context if config.sequence is None else config.sequence
+    length = config.model.context if config.length is None else config.length
     needs = Table("need", "amount", title="Memory and arithmetic", show_header=False)
     needs.columns[1].justify = "right"
     needs.add_row("weights (float32)", human_bytes(plan.weight_bytes))
     needs.add_row("weights (16 bits)", human_bytes(plan.weight_bytes / 2))
     needs.add_row("gradients", human_bytes(plan.gradient_bytes))
     needs.add_row("optimiser (AdamW)", human_bytes(plan.optimizer_bytes))
-    needs.add_row(f"activations of {config.batch} x {sequence} tokens", human_bytes(plan.activation_bytes))
+    needs.add_row(f"activations of {config.batch} x {length} tokens", human_bytes(plan.activation_bytes))
     needs.add_row("training in all", human_bytes(plan.training_bytes))
     needs.add_row("key-value cache per token (float32)", human_bytes(plan.cache_bytes_per_token))
     needs.add_row("operations per token, forward", f"{plan.flops_per_token_forward:.3g}")

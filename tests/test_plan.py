@@ -60,7 +60,7 @@ def test_json_even_for_the_largest(capsys):
 
 
 def test_bad_numbers_are_refused():
-    with pytest.raises(UserError, match="sequence=2000 must lie between 1 and the context 1024"):
-        plan(PlanConfig(model=PRESETS["gpt2"], sequence=2000))
+    with pytest.raises(UserError, match="length=2000 must lie between 1 and the context 1024"):
+        plan(PlanConfig(model=PRESETS["gpt2"], length=2000))
     with pytest.raises(UserError, match="tokens=0"):
         plan(PlanConfig(model=PRESETS["gpt2"], tokens=0))

@@ -74,7 +74,7 @@ class DataConfig:
     targets: tuple[str, ...] = ()  # files aligned line by line with paths, for sequence to sequence
     documents: Literal["file", "paragraph", "line"] = "file"  # what one document is in plain text
     encoding: str = "utf-8"  # of plain text, .csv and .tsv; others are gb18030, latin-1, utf-16, ...
-    validation_share: float = 0.01  # of the documents, held out
+    validation_share: float = 0.01  # held out
     split: Literal["hash", "tail"] | None = (
         None  # by each document's hash, or the end; unset: tail below 1000 documents
     )
@@ -97,7 +97,7 @@ class DataConfig:
         if self.weights and not sum(self.weights) > 0:
             raise UserError(f"weights={list(self.weights)}: at least one weight must be above 0")
         if not 0.0 <= self.validation_share < 1.0:
-            raise UserError(f"validation_share={self.validation_share} must be at least 0 and below 1, for example 0.01")
+            raise UserError(f"validation_share={self.validation_share} must be from 0 to below 1, for example 0.01")
         if self.shard_mb < 1 or (self.workers is not None and self.workers < 1):
             raise UserError(f"shard_mb={self.shard_mb} and workers={self.workers} must be at least 1")
         check_encoding(self.encoding)

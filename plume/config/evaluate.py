@@ -23,7 +23,8 @@ class EvaluateConfig:
     data: Path | None = None  # a folder with a folder for each task; unset means ./data if there is one, else the hub
     out: Path | None = None  # report.md, report.json, plots, items and the store of scores go here
     shots: int = 0  # solved examples before each item
-    seeds: tuple[int, ...] = (1234,)  # each draws other examples
+    seeds: int = 1  # runs of a task that draws: examples, or words
+    seed: int = 1234  # of the first run; each further run has the next
     limit: int | None = None  # items of each task
     stride: int | None = None  # tokens scored per window of a long text; unset means windows do not overlap
     border: Literal["joined", "apart"] | None = None  # where context and continuation are cut; unset: as the protocol
@@ -42,9 +43,7 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         if not self.tasks:
             raise UserError("tasks is empty; name one, for example lambada, or a file")
-        if not self.seeds:
-            raise UserError("seeds is empty; give one, for example 1234")
-        refuse(below_one(self, "limit", "stride", "batch_tokens"))
+        refuse(below_one(self, "seeds", "limit", "stride", "batch_tokens"))
         if self.shots < 0 or self.ngram < 1:
             raise UserError(f"shots={self.shots} cannot be negative and ngram={self.ngram} must be at least 1")
 

@@ -72,7 +72,7 @@ class EngineConfig:
 
     engine: Literal["auto", "cpu", "torch"] = "auto"  # auto: the compiled CPU engine, or torch where there is a GPU
     precision: Literal["float32", "int8", "bfloat16", "float16"] = "float32"  # of the weights; int8: CPU engine only
-    device: str | None = None  # for torch; unset means the first GPU, or else the CPU
+    device: str = "auto"  # for torch: auto, cpu, cuda, cuda:1, mps
     threads: int | None = None  # unset means all cores
     slots: int = 8  # sequences that are kept and advanced together
     compile: bool = False  # let torch compile the model
@@ -124,10 +124,10 @@ class DecodeBenchConfig:
 
     model: Path | None = None  # a gpt2 folder; unset means random weights of the preset's shape
     preset: str = "gpt2"  # shape of the model: gpt2, gpt2-medium, ...
-    prompt: int = 32  # tokens in each prompt
-    new: int = 128  # tokens written after it
+    prompt_tokens: int = 32  # in each prompt
+    new_tokens: int = 128  # written after it
     batch: int = 8  # sequences in the batched run
-    prefill: int = 512  # tokens of the long prompt that is only read
+    prefill_tokens: int = 512  # in the long prompt that is only read
     rounds: int = 3  # the best of these counts
     threads: int | None = None  # unset means all cores
     peers: tuple[str, ...] = ("llama_cpp", "ctranslate2", "transformers", "onnxruntime")  # packages to compare with

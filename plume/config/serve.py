@@ -25,7 +25,7 @@ class ServeConfig:
     queue: int = 256  # sequences that may wait; more are told to come again
     timeout: float = 120.0  # seconds that one request may take
     drain: float = 30.0  # seconds that running requests get to end when the server is stopped
-    max_tokens: int = 4096  # new tokens of one request, over all its samples
+    max_new_tokens: int = 4096  # of one request, over all its samples
     max_body: int = 2_000_000  # bytes of one request
     rate: float = 0.0  # requests per minute of one client; 0 means no limit
     access_log: Path | None = None  # JSON lines; unset means the standard error
@@ -34,7 +34,7 @@ class ServeConfig:
         refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
-        yield from below_one(self, "batch", "queue", "max_tokens", "max_body")
+        yield from below_one(self, "batch", "queue", "max_new_tokens", "max_body")
         for name, usual in (("timeout", 120), ("drain", 30)):
             if getattr(self, name) <= 0:
                 yield f"{name}={getattr(self, name)} must be more than 0, for example {usual}"

@@ -101,7 +101,9 @@ def finish(
         by_hash = sum(w.documents() for w in works) >= FEW_DOCUMENTS
     shards: dict[Split, list[Shard]] = {"train": [], "validation": []}
     for part in works:
-        chosen = split_by_hash(part, config.validation) if by_hash else split_by_place(part, config.validation)
+        chosen = (
+            split_by_hash(part, config.validation_share) if by_hash else split_by_place(part, config.validation_share)
+        )
         for split, shard in copy(chosen, work / "done", dtype, separator):
             shards[split].append(shard)
     check_something_left(config, shards["train"])
@@ -134,7 +136,7 @@ def works_of(folder: Path, pieces: list[Piece], dropped: Mask, dtype: str, pairs
 def check_something_left(config: DataConfig, train: list[Shard]) -> None:
     if not train:
         raise UserError(
-            f"validation={config.validation} leaves nothing to train on; a smaller share, such as 0.01, would"
+            f"validation_share={config.validation_share} leaves nothing to train on; a smaller one, such as 0.01, would"
         )
     for source, weight in enumerate(config.weights):
         if weight > 0 and not any(s.source == source for s in train):

@@ -61,9 +61,10 @@ def all_tasks(names: list[str], config: EvaluateConfig) -> list[Task]:
     return tasks
 
 
-def seeds(task: Task, config: EvaluateConfig) -> tuple[int, ...]:
+def seeds(task: Task, config: EvaluateConfig) -> range:
     """Without examples and without sampling, one seed says all."""
-    return config.seeds if config.shots or task.kind == "question" else config.seeds[:1]
+    count = config.seeds if config.shots or task.kind == "question" else 1
+    return range(config.seed, config.seed + count)
 
 
 def items_file(config: EvaluateConfig, task: Task, seed: int) -> Path | None:

@@ -25,9 +25,9 @@ NEW_TOKENS = 256  # of a generation task that does not say
 class PlumeLM(HarnessLM):  # type: ignore[misc]
     """The three calls of the harness. `lm_eval.simple_evaluate(model=PlumeLM("runs/demo"), tasks=[...])`."""
 
-    def __init__(self, pretrained: str | Subject, batch_size: object = None, device: str | None = None) -> None:
+    def __init__(self, pretrained: str | Subject, batch_size: object = None, device: str = "auto") -> None:
         super().__init__()
-        config = EvaluateConfig(model=str(pretrained), tasks=("-",), device="auto" if device is None else device)
+        config = EvaluateConfig(model=str(pretrained), tasks=("-",), device=device)
         self.subject = pretrained if isinstance(pretrained, Subject) else Subject(config)
         path = None if self.subject.config.out is None else self.subject.config.out / "scores.sqlite"
         self.store = Store(path, self.subject.identity)
@@ -102,7 +102,7 @@ def run_harness(names: Sequence[str], subject: Subject, config: EvaluateConfig) 
             task = load_yaml(name) if name.endswith(".yaml") else name
             found = simple_evaluate(
                 model=model, tasks=[task], num_fewshot=config.shots if config.shots else None, limit=config.limit,
-                fewshot_random_seed=config.seeds[0], bootstrap_iters=100, log_samples=True, verbosity="ERROR",
+                fewshot_random_seed=config.seed, bootstrap_iters=100, log_samples=True, verbosity="ERROR",
             )  # fmt: skip
         except UserError:
             raise
@@ -131,7 +131,7 @@ def as_result(
     return Result(
         task=f"harness:{task}", model=subject.name, model_hash=subject.hash, parameters=subject.parameters,
         data="as the harness reads it", data_hash=seen, protocol=protocol_called("harness").said(),
-        shots=config.shots, seed=config.seeds[0], headline="acc_norm" if "acc_norm" in metrics else next(iter(metrics)),
+        shots=config.shots, seed=config.seed, headline="acc_norm" if "acc_norm" in metrics else next(iter(metrics)),
         metrics=metrics, items=len(samples), tokens=model.tokens, cut=0, skipped=0, scored=model.store.fresh,
         reused=model.store.reused, seconds=seconds, by_position={}, calibration={},
     )  # fmt: skip

@@ -199,7 +199,7 @@ class Run:
     # -- asking
 
     def records(self, items: Iterable[Item], count: int, progress: Progress) -> Iterator[Record]:
-        label = self.task.name if len(self.config.seeds) == 1 else f"{self.task.name} seed {self.seed}"
+        label = self.task.name if self.config.seeds == 1 else f"{self.task.name} seed {self.seed}"
         with progress.task(label, count) as advance:
             if self.task.kind in ("question", "blank"):
                 for number, record in enumerate(self.written(items)):

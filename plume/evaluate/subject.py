@@ -53,9 +53,9 @@ class Subject:
     def scorer(self) -> Scorer:
         import torch
 
-        device = self.config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+        from plume.train.ranks import pick_device
+
+        device = str(pick_device(self.config.device))
         model = load_model(self.folder, device=device, dtype=getattr(torch, self.config.precision))
         return scorer_for(model, self.tokenizer, batch_tokens=self.config.batch_tokens, banned=self.stop_tokens())
 
@@ -69,8 +69,7 @@ class Subject:
     def writer(self) -> LM:
         from plume.generate.lm import load
 
-        device = None if self.config.device == "auto" else self.config.device
-        return load(self.folder, device=device, precision=self.config.precision)
+        return load(self.folder, device=self.config.device, precision=self.config.precision)
 
     def write(self, prompts: Sequence[tuple[list[int], SamplingConfig]]) -> list[tuple[str, int]]:
         """Goes on from each prompt, those with the same settings together; the text, and how many tokens it is."""

@@ -76,11 +76,11 @@ def serve_engine(name: str, setting: Setting, line: Connection) -> None:
             start = time.perf_counter()
             if job == "prefill":
                 engine.read(setting.long_prompt)
-                tokens = config.prefill
+                tokens = config.prefill_tokens
             else:
                 prompts = setting.prompts[:1] if job == "batch 1" else setting.prompts
-                engine.write(prompts, config.new)
-                tokens = len(prompts) * config.new
+                engine.write(prompts, config.new_tokens)
+                tokens = len(prompts) * config.new_tokens
             line.send(tokens / (time.perf_counter() - start))
     except Exception as error:
         line.send(f"{type(error).__name__}: {str(error)[:200]}")
@@ -159,8 +159,8 @@ def bench_decode(config: DecodeBenchConfig) -> Report:
 
         folder = resolve(folder)
         vocab = read_config(folder).model.vocab_size
-        prompts = rng.integers(0, vocab, (config.batch, config.prompt)).tolist()
-        long_prompt = rng.integers(0, vocab, config.prefill).tolist()
+        prompts = rng.integers(0, vocab, (config.batch, config.prompt_tokens)).tolist()
+        long_prompt = rng.integers(0, vocab, config.prefill_tokens).tolist()
         everyone = started(chosen(config), Setting(folder, config, threads, room, prompts, long_prompt))
         bandwidths = []
         for number in range(config.rounds + 1):

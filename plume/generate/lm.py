@@ -320,7 +320,7 @@ def load(
     *,
     engine: Literal["auto", "cpu", "torch"] = "auto",
     precision: Literal["float32", "int8", "bfloat16", "float16"] = "float32",
-    device: str | None = None,
+    device: str = "auto",
     threads: int | None = None,
     slots: int = 8,
     compile: bool = False,

@@ -38,12 +38,8 @@ def wants_cpu(config: ModelConfig, head: str, wanted: EngineConfig) -> bool:
     """Whether to use the CPU engine; a note or an error when it was asked for and cannot be had."""
     if wanted.engine == "torch" or wanted.precision in ("bfloat16", "float16"):
         return False
-    on_cpu = wanted.device in (None, "cpu")
-    if (
-        wanted.engine == "auto"
-        and wanted.precision != "int8"
-        and (not on_cpu or (wanted.device is None and gpu_here()))
-    ):
+    elsewhere = gpu_here() if wanted.device == "auto" else wanted.device != "cpu"
+    if wanted.engine == "auto" and wanted.precision != "int8" and elsewhere:
         return False
     reason = why_not_cpu(config, head)
     if reason is None:
@@ -87,16 +83,9 @@ def torch_engine(model: Model, wanted: EngineConfig) -> Engine:
     import torch
 
     from plume.generate.torch_engine import TorchEngine
+    from plume.train.ranks import pick_device
 
-    device = wanted.device
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        model = model.to(device=device, dtype=getattr(torch, wanted.precision))
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"device={device} cannot be used: {str(error).splitlines()[0]}; device=cpu always can"
-        ) from None
+    model = model.to(device=pick_device(wanted.device), dtype=getattr(torch, wanted.precision))
     if wanted.threads is not None:
         torch.set_num_threads(wanted.threads)
     return TorchEngine(model, slots=wanted.slots, compiled=wanted.compile)

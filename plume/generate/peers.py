@@ -74,11 +74,12 @@ def llama_engine(setting: Setting, kind: str) -> Engine:
     settings = llama_cpp.llama_model_default_params()
     model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), settings)
     params = llama_cpp.llama_context_default_params()
-    params.n_ctx = config.batch * max(config.prompt + config.new + 8, config.prefill)  # it is shared out evenly
-    params.n_batch, params.n_ubatch = max(512, config.prefill), 512
+    longest = max(config.prompt_tokens + config.new_tokens + 8, config.prefill_tokens)
+    params.n_ctx = config.batch * longest  # it is shared out evenly
+    params.n_batch, params.n_ubatch = max(512, config.prefill_tokens), 512
     params.n_seq_max, params.n_threads, params.n_threads_batch = config.batch, threads, threads
     context = llama_cpp.llama_init_from_model(model, params)
-    batch = llama_cpp.llama_batch_init(max(512, config.prefill), 0, config.batch)
+    batch = llama_cpp.llama_batch_init(max(512, config.prefill_tokens), 0, config.batch)
 
     def feed(rows: Sequence[tuple[int, int, int, bool]]) -> None:
         batch.n_tokens = len(rows)

@@ -103,7 +103,7 @@ class Completion:
         self.scheduler = served.writing()
         self.id, self.created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
         prompts = self._prompts()
-        check(asked, served.config.max_tokens, len(prompts))
+        check(asked, served.config.max_new_tokens, len(prompts))
         self.config = sampling_config(asked)
         self.prompts = prompts
         self.news: asyncio.Queue[tuple[Answer, Move]] = asyncio.Queue()

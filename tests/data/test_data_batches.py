@@ -24,7 +24,7 @@ def make(tmp_path: Path, *texts: list[str], name: str = "out", **options) -> Pat
         path = tmp_path / f"{name}{n}.jsonl"
         path.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
         paths.append(str(path))
-    given = {"validation": 0.0, "tokenizer": TokenizerConfig(kind="bytes")} | options
+    given = {"validation_share": 0.0, "tokenizer": TokenizerConfig(kind="bytes")} | options
     prepare(DataConfig(paths=tuple(paths), folder=tmp_path / name, **given))
     return tmp_path / name
 
@@ -209,7 +209,7 @@ def pairs(tmp_path) -> Dataset:
         targets=(str(tmp_path / "de"),),
         folder=tmp_path / "out",
         tokenizer=TokenizerConfig(kind="bytes"),
-        validation=0.1,
+        validation_share=0.1,
     )
     prepare(config)
     tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")

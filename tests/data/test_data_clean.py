@@ -136,7 +136,7 @@ def prepared(tmp_path, rows, **clean):
         paths=(str(path),),
         folder=tmp_path / "out",
         tokenizer=TokenizerConfig(kind="bytes"),
-        validation=0.0,
+        validation_share=0.0,
         clean=CleanConfig(**clean),
     )
     return prepare(config).report["sources"][0]

@@ -25,7 +25,9 @@ def folder(tmp_path_factory):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     tokenizer = TokenizerConfig(kind="wordpiece", vocab_size=300)
     prepare(
-        DataConfig(paths=(str(tmp_path / "a.jsonl"),), folder=tmp_path / "out", tokenizer=tokenizer, validation=0.05)
+        DataConfig(
+            paths=(str(tmp_path / "a.jsonl"),), folder=tmp_path / "out", tokenizer=tokenizer, validation_share=0.05
+        )
     )
     return tmp_path / "out"
 
@@ -192,7 +194,7 @@ def test_one_document_alone_still_makes_pairs(tmp_path):
         paths=(str(tmp_path / "a.txt"),),
         folder=tmp_path / "out",
         tokenizer=TokenizerConfig(kind="wordpiece", vocab_size=60),
-        validation=0.0,
+        validation_share=0.0,
     )
     prepare(config)
     batch = MaskedPairs(open_shards(tmp_path / "out"), load_tokenizer(tmp_path / "out" / "tokenizer"), 32).batch(0, 20)

@@ -160,7 +160,7 @@ def test_other_settings_do_not_overwrite_unless_asked(tmp_path, whole):
     folder = tmp_path / "out"
     prepare(replace(whole, folder=folder))
     before = contents(folder)
-    other = replace(whole, folder=folder, validation=0.2)
+    other = replace(whole, folder=folder, validation_share=0.2)
     with pytest.raises(UserError, match="prepared from other texts or settings"):
         prepare(other)
     assert contents(folder) == before
@@ -256,7 +256,7 @@ def test_a_source_with_a_weight_must_have_documents(tmp_path):
         weights=(0.5, 0.5),
         folder=tmp_path / "out",
         tokenizer=TokenizerConfig(kind="bytes"),
-        validation=0.0,
+        validation_share=0.0,
     )
     with pytest.raises(UserError, match=r"b\.txt has weight 0\.5 but no document is left of it"):
         prepare(config)
@@ -271,7 +271,7 @@ def test_a_changed_file_or_tokenizer_is_noticed(tmp_path):
         folder=tmp_path / "out",
         tokenizer=TokenizerConfig(folder=tmp_path / "tokenizer"),
         clean=CleanConfig(held_out=(str(tmp_path / "evaluation.txt"),)),
-        validation=0.0,
+        validation_share=0.0,
     )
     prints = [prepare(config).manifest.fingerprint]
     for change in ("a.txt", "evaluation.txt", "tokenizer"):
@@ -320,7 +320,7 @@ def prepare_text(tmp_path, text, **options):
 
 def test_one_text_is_split_at_its_end(tmp_path):
     text = "".join(random.Random(0).choices("abc \n", k=9999))
-    prepare_text(tmp_path, text, validation=0.1)
+    prepare_text(tmp_path, text, validation_share=0.1)
     tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
     train, validation = (open_shards(tmp_path / "out", split).streams[0] for split in ("train", "validation"))
     assert tokenizer.decode(train.read(0, len(train))) == text[: int(len(text) * 0.9)]
@@ -329,13 +329,13 @@ def test_one_text_is_split_at_its_end(tmp_path):
 
 def test_tinyshakespeare_has_the_usual_split(tmp_path, shared):
     text = (shared / "data" / "tinyshakespeare" / "input.txt").read_text()
-    prepare_text(tmp_path, text, validation=0.1)
+    prepare_text(tmp_path, text, validation_share=0.1)
     assert open_shards(tmp_path / "out").tokens == 1_003_854
 
 
 def test_a_long_text_in_many_pieces_is_one_document(tmp_path):
     text = "\n".join(f"line {n} of a long text" for n in range(60_000))
-    prepare_text(tmp_path, text, shard_mb=1, validation=0.0)
+    prepare_text(tmp_path, text, shard_mb=1, validation_share=0.0)
     shards = open_shards(tmp_path / "out")
     tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
     assert len(shards.manifest.train) > 1 and shards.documents == 1
@@ -397,9 +397,11 @@ def test_the_command_line(tmp_path):
     run = subprocess.run([*command, "--tokenizer.kind", "bytes"], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "training tokens" in " ".join(run.stdout.split()) and open_shards(tmp_path / "out").documents == 1
-    run = subprocess.run([*command, "--clean.duplicate", "near", "--validation", "2"], capture_output=True, text=True)
+    run = subprocess.run(
+        [*command, "--clean.duplicate", "near", "--validation-share", "2"], capture_output=True, text=True
+    )
     assert run.returncode == 2 and "Traceback" not in run.stderr
-    assert "did you mean clean.duplicates?" in run.stderr and "validation=2.0 must be" in run.stderr
+    assert "did you mean clean.duplicates?" in run.stderr and "validation_share=2.0 must be" in run.stderr
 
 
 def tree_peak(script: str) -> float:

@@ -259,7 +259,7 @@ def sweep_recipe(folder: Path, name: str, steps: int, sizes: str) -> Path:
         [data]
         paths = ["{folder}/*.txt"]
         folder = "{folder}/{name}-shards"
-        validation = 0.2
+        validation_share = 0.2
         workers = 1
         tokenizer = {{ vocab_size = 300 }}
         """

@@ -134,7 +134,7 @@ def test_from_texts_to_a_folder(family, tmp_path):
                 paths=(str(tmp_path / "text.txt"),),
                 folder=tmp_path / "data",
                 documents="paragraph",
-                validation=0.2,
+                validation_share=0.2,
                 workers=1,
             ),
         )

@@ -220,7 +220,7 @@ def test_wrong_engine_options_are_named():
         with pytest.raises(UserError, match=next(iter(fields))):
             EngineConfig(**fields)
     model = Model(ModelConfig(vocab_size=8, context=4, layers=1, heads=1, width=8))
-    with pytest.raises(UserError, match="device=nonsense"):
+    with pytest.raises(UserError, match="device='nonsense'"):
         opening.torch_engine(model, EngineConfig(device="nonsense"))
 
 

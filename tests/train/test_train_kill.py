@@ -28,7 +28,7 @@ dropout = 0.1
 [data]
 paths = ["text.txt"]
 folder = "data"
-validation = 0.1
+validation_share = 0.1
 tokenizer = {kind = "characters"}
 
 [train]

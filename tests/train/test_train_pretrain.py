@@ -54,7 +54,7 @@ def small(recipe: str, place: Path, **more: str) -> PretrainConfig:
         "data.folder": str(place / "data"),
         "data.workers": "1",
         "data.documents": "line",
-        "data.validation": "0.1",
+        "data.validation_share": "0.1",
         "data.tokenizer.vocab_size": "300",
         "model.layers": "2",
         "model.width": "64",
