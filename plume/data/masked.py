@@ -25,17 +25,19 @@ TRIES = 10  # random places looked at for a text from another document
 class MaskedTexts(Dataset):
     """What both kinds share: rows between special tokens, cut where sentences begin, and masked."""
 
+    pairs = False  # whether a row has two texts
+
     def __init__(
         self,
         shards: Shards,
         tokenizer: Tokenizer,
         length: int,
         *,
-        around: int,
-        seed: int,
-        shuffle: bool,
-        masking: MaskingConfig,
+        seed: int = 0,
+        shuffle: bool = True,
+        masking: MaskingConfig = BERT_MASKING,
     ) -> None:
+        around = len(tokenizer.wrap([], [] if self.pairs else None)[0])
         if tokenizer.mask is None or tokenizer.classify is None or tokenizer.separator is None:
             raise UserError(f"{tokenizer!r} has no mask, classify and separator tokens; a wordpiece tokenizer has")
         if length - around < 2:
@@ -117,6 +119,8 @@ class MaskedTexts(Dataset):
 class MaskedPairs(MaskedTexts):
     """BERT: two runs of sentences, the second following the first or, half the time, from another document."""
 
+    pairs = True
+
     def __init__(
         self,
         shards: Shards,
@@ -129,8 +133,7 @@ class MaskedPairs(MaskedTexts):
         short: float = 0.1,
         random_next: float = 0.5,
     ) -> None:
-        around = len(tokenizer.wrap([], [])[0])
-        super().__init__(shards, tokenizer, length, around=around, seed=seed, shuffle=shuffle, masking=masking)
+        super().__init__(shards, tokenizer, length, seed=seed, shuffle=shuffle, masking=masking)
         self.short, self.random_next = short, random_next  # shares of short rows and of random second texts
 
     def read(self, source: Numbers, passes: Numbers, item: Numbers) -> Batch:
@@ -191,19 +194,6 @@ class MaskedPairs(MaskedTexts):
 
 class FullSentences(MaskedTexts):
     """RoBERTa: sentences one after the other up to the full length; the separator shows where documents end."""
-
-    def __init__(
-        self,
-        shards: Shards,
-        tokenizer: Tokenizer,
-        length: int,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        masking: MaskingConfig = BERT_MASKING,
-    ) -> None:
-        around = len(tokenizer.wrap([])[0])
-        super().__init__(shards, tokenizer, length, around=around, seed=seed, shuffle=shuffle, masking=masking)
 
     def read(self, source: Numbers, passes: Numbers, item: Numbers) -> Batch:
         keys = [

@@ -29,7 +29,6 @@ class Difference:
     first: Metric
     second: Metric
     items: int
-    paired: bool
     test: str
     probability: float | None  # of a difference at least this large when there is none
     better: str  # A, B or neither
@@ -123,7 +122,7 @@ def verdict(a: TaskReport, b: TaskReport, metric: str, items: int, test: str, p:
     better = "neither"
     if p is not None and p < LIKELY:
         better = "B" if (second.value > first.value) == higher_is_better(metric) else "A"
-    return Difference(a.first.task, metric, first, second, items, p is not None, test, p, better)
+    return Difference(a.first.task, metric, first, second, items, test, p, better)
 
 
 def comparison_table(differences: Sequence[Difference]) -> str:

@@ -187,16 +187,16 @@ METRICS: dict[str, Callable[[Task, Sequence[Record]], dict[str, Metric]]] = {
 
 def said_record(task: Task, item: Question | Blank, said: str) -> Record:
     """What was said, cut to what counts of it, and how it measures up to each answer."""
-    if isinstance(item, Blank):
-        said, answers, same = said.strip(), (item.answer,), "squad"
-    else:
-        said, answers, same = metrics.sentences(said, item.sentences), item.answers, item.same
+    question = isinstance(item, Question)
+    answers = list(item.answers) if question else [item.answer]
+    said = metrics.sentences(said, item.sentences if question else None)
     said = said.split("\n")[0] if task.people else said
+    normal = metrics.NORMAL[item.same if question else "squad"]
     measures: Mapping[str, Callable[[str, Sequence[str]], float]] = {
-        "exact_match": partial(metrics.exact_match, normal=metrics.NORMAL[same]),
+        "exact_match": partial(metrics.exact_match, normal=normal),
         "f1": metrics.f1,
     }
-    record: Record = {"said": said, "answers": list(answers)}
+    record: Record = {"said": said, "answers": answers}
     for name in task.measures:
         if name in measures:
             measure = partial(metrics.among, measures[name]) if task.people else measures[name]

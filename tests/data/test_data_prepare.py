@@ -1,6 +1,7 @@
 """Prepare: the same shards whatever the workers, kills and resumes; clear words for full disks and torn files."""
 
 import errno
+import io
 import json
 import os
 import random
@@ -369,9 +370,8 @@ def test_the_report_is_kept_and_shown(tmp_path, whole):
     bad = DataConfig(
         paths=(str(tmp_path / "bad.jsonl"),), folder=tmp_path / "out", tokenizer=whole.tokenizer, budget=10**6
     )
-    console = Console(width=1000, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    with console.file:
-        console.print(show_report(prepare(bad).report))
+    console = Console(width=1000, record=True, file=io.StringIO())
+    console.print(show_report(prepare(bad).report))
     shown = console.export_text()
     assert "not JSON" in shown and "bad.jsonl byte 21" in shown
 
