@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 EXTRAS := dev,eval,gpt1,cluster,track
 
-.PHONY: demo tour test test-slow lint types bench clean
+.PHONY: demo tour test test-slow coverage lint types bench clean
 
 demo: $(VENV)/.plume
 	$(BIN)/plume demo
@@ -22,6 +22,16 @@ test: $(VENV)/.all
 
 test-slow: $(VENV)/.all
 	$(PYTEST) -m slow
+
+# a fresh cache lets numba compile, so that what writes the compiled code is seen at work
+coverage: export COVERAGE_FILE := build/coverage/data
+coverage: export NUMBA_CACHE_DIR := build/coverage/numba
+coverage: $(VENV)/.all
+	rm -rf build/coverage && mkdir -p build/coverage
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage json --quiet -o build/coverage/report.json
+	$(BIN)/python tests/covered.py build/coverage/report.json
 
 lint: $(VENV)/.all
 	$(BIN)/ruff check .
