@@ -9,6 +9,7 @@ from families import FAMILIES, random_model
 from safetensors.torch import load_file, save_file
 
 from plume.config import UserError
+from plume.data.web import load_hub
 from plume.weights import load_model, model_hash, resolve, save_model
 
 
@@ -111,6 +112,28 @@ def test_a_hub_name_without_a_network(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="there is no folder nobody/nothing, and the hub cannot give it"):
         resolve("nobody/nothing")
+
+
+def test_a_hub_that_does_not_answer_is_told_at_once(monkeypatch, tmp_path):
+    """The hub's own libraries try again for half a minute, and say it in their words."""
+    import time
+
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "0")
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    began = time.monotonic()
+    with pytest.raises(UserError, match="the hub cannot give it: it is out of reach, and no earlier download"):
+        resolve("nobody/nothing")
+    assert huggingface_hub.constants.HF_HUB_OFFLINE  # so nothing else waits either
+    with pytest.raises(UserError, match=r"hub:no/such \(offline\)"):
+        load_hub("hub:no/such")
+    assert time.monotonic() - began < 15
 
 
 def test_a_hub_name_in_the_cache_opens_offline(tmp_path, monkeypatch):

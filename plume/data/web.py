@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import importlib
 import os
+import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies
 
 from plume.config import UserError
 from plume.data.rows import Row, Tally, open_bytes
 
 PAGES = (".html", ".htm")
 ARCHIVES = (".warc", ".wet")
+PATIENCE = 3.0  # seconds that the hub may take to answer at all
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +85,40 @@ def hub_shards(spec: str) -> int:
     return int(getattr(load_hub(spec), "num_shards", 1))
 
 
+def hub_is_far() -> bool:
+    """Whether only the hub's cache can be had: it is off limits, or nobody answers there.
+
+    Its libraries are then told so; by themselves they would try again for half a minute.
+    """
+    if any(
+        os.environ.get(v, "0").upper() in ("1", "ON", "YES", "TRUE") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    ):
+        return True
+    from huggingface_hub import constants
+
+    place = urlsplit(constants.ENDPOINT)
+    if not constants.HF_HUB_OFFLINE and place.scheme not in getproxies() and not answers(place):
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that are started from here, and for what is not loaded yet
+        for module in (constants, sys.modules.get("datasets.config")):
+            if module is not None:
+                module.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+    return bool(constants.HF_HUB_OFFLINE)
+
+
+def answers(place: SplitResult) -> bool:
+    try:
+        port = place.port if place.port is not None else 443 if place.scheme == "https" else 80
+        socket.create_connection((place.hostname, port), timeout=PATIENCE).close()
+    except OSError:
+        return False
+    return True
+
+
 def load_hub(spec: str) -> Any:
     """A hub dataset, streamed unless the hub is off limits; then what the cache holds."""
+    offline = hub_is_far()
     datasets = optional("datasets", "hub datasets")
     name, configuration, split = hub_name(spec)
-    offline = any(
-        os.environ.get(v, "0").upper() in ("1", "ON", "YES", "TRUE") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
-    )
     try:
         return datasets.load_dataset(name, configuration, split=split, streaming=not offline)
     except Exception as error:  # the library has many ways to fail; the user needs its last sentence

@@ -12,6 +12,7 @@ from typing import Literal
 
 from plume.config import UserError, did_you_mean
 from plume.data.rows import read_rows, suffix_of
+from plume.data.web import hub_is_far
 from plume.evaluate import made, sets, texts
 from plume.evaluate.items import Item, Row
 from plume.evaluate.protocols import Protocol
@@ -341,6 +342,7 @@ def hub_source(task: Task, split: Split, data: Path | None) -> Source | None:
     wanted = test if split == "test" else train
     if not wanted:
         return None
+    far = hub_is_far()
     try:
         import datasets
 
@@ -351,6 +353,7 @@ def hub_source(task: Task, split: Split, data: Path | None) -> Source | None:
         if split == "train":
             return None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = "the hub is out of reach" if far else reason
         raise UserError(f"{missing(task, data)}; and the hub's {name} cannot be had: {reason}") from None
     label = f"hub:{name}:{config}:{wanted}"
     digest = hashlib.sha256(f"{label} {rows._fingerprint}".encode()).hexdigest()[:16]

@@ -42,11 +42,15 @@ def download(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    from plume.data.web import hub_is_far
+
     wanted = ["*.json", "*.safetensors", "*.txt", "pytorch_model*.bin"]
+    far = hub_is_far()
     try:
         folder = Path(snapshot_download(name, allow_patterns=wanted))
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = "it is out of reach, and no earlier download is in its cache" if far else reason
         raise UserError(f"there is no folder {name}, and the hub cannot give it: {reason}") from None
     if not (folder / "config.json").is_file():
         raise UserError(f"{name} has no config.json on the hub, so it is not a model folder")
