@@ -30,6 +30,19 @@ class FolderConfig:
 def read_config(folder: Path) -> FolderConfig:
     raw = read_json(folder / "config.json")
     family = family_called(str(raw.get("model_type")))
+    try:
+        model = ModelConfig(**our_values(raw, family))
+    except (TypeError, UserError) as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from None
+    head = head_of(raw, family)
+    labels = tuple(str(name) for _, name in sorted((int(i), n) for i, n in (raw.get("id2label") or {}).items()))
+    if head in ("classify", "similarity", "tag") and not labels:
+        labels = tuple(f"LABEL_{i}" for i in range(int(raw.get("num_labels", 2))))
+    return FolderConfig(model, family, head, labels, raw)
+
+
+def our_values(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Their fields under our names; one error for all that no model of ours does."""
     problems = [
         f"{key}={raw[key]!r} is not supported, only {value!r}"
         for key, value in family.constants.items()
@@ -44,7 +57,7 @@ def read_config(folder: Path) -> FolderConfig:
     if activation not in names:
         problems.append(f"{family.keys['activation']}={activation!r} is not one of {', '.join(names)}")
     if problems:
-        raise UserError(f"{folder / 'config.json'}: " + "; ".join(problems))
+        raise UserError("; ".join(problems))
     values["activation"] = names[activation]
     values["dropout"] = float(raw.get(family.dropouts[0], 0.1))
     if family.positions_after_pad:
@@ -52,18 +65,15 @@ def read_config(folder: Path) -> FolderConfig:
         values["context"] = values["context"] - values["first_position"]
     if values.get("hidden") == 4 * values.get("width", 0):
         values["hidden"] = None
-    try:
-        model = ModelConfig(**values)
-    except (TypeError, UserError) as error:
-        raise UserError(f"{folder / 'config.json'}: {error}") from None
-    architecture = next(iter(raw.get("architectures") or []), None)
-    head = next((kind for kind, (name, _) in family.heads.items() if name == architecture), "bare")
+    return values
+
+
+def head_of(raw: Mapping[str, Any], family: Family) -> str:
+    """Our own word where the folder has one; else the class that transformers would open it with tells."""
     if raw.get("plume_head") in family.heads:
-        head = raw["plume_head"]
-    labels = tuple(str(name) for _, name in sorted((int(i), n) for i, n in (raw.get("id2label") or {}).items()))
-    if head in ("classify", "similarity", "tag") and not labels:
-        labels = tuple(f"LABEL_{i}" for i in range(int(raw.get("num_labels", 2))))
-    return FolderConfig(model, family, head, labels, raw)
+        return str(raw["plume_head"])
+    architecture = next(iter(raw.get("architectures") or []), None)
+    return next((kind for kind, (name, _) in family.heads.items() if name == architecture), "bare")
 
 
 def to_hf_config(model: Model, tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -67,17 +67,13 @@ def to_hf(model: Model) -> dict[str, Tensor]:
 
 def from_hf(theirs: Mapping[str, Tensor], family: Family, config: ModelConfig, head: str) -> dict[str, Tensor]:
     """Their tensors under our names. What is missing, left over or of another shape is named in one error."""
-    import torch
-
     left = tidy(theirs, family)
     prefix = family.prefix if any(name.startswith(family.prefix) for name in left) else ""
     known = implied(family, config, prefix)
     ours: dict[str, Tensor] = {}
     missing, wrong = list[str](), list[str]()
-    for name, value in known.items():
-        if (tensor := left.pop(name, None)) is None:
-            continue
-        if tensor.shape != value.shape or not torch.allclose(tensor.float(), value, atol=1e-5):
+    for name in [name for name in known if name in left]:
+        if not alike(left.pop(name), known[name]):
             wrong.append(f"{name} should be what the config implies, but is not")
     for rule in rules_for(family, config, head, prefix):
         if rule.theirs in known:
@@ -96,6 +92,12 @@ def from_hf(theirs: Mapping[str, Tensor], family: Family, config: ModelConfig, h
             + "".join(f"\n  {sentence}" for sentence in wrong)
         )
     return ours
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    import torch
+
+    return a.shape == b.shape and torch.allclose(a.float(), b, atol=1e-5)
 
 
 def some(names: Sequence[str]) -> str:
