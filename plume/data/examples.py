@@ -54,6 +54,7 @@ NEEDS: dict[Kind, tuple[str, ...]] = {
     "span": ("question", "context"),
     "translate": ("source",),
 }
+MAY_HAVE: dict[Kind, tuple[str, ...]] = {"choose": ("question",), "embed": ("negative",)}
 LABEL_OF: dict[Kind, str] = {"tag": "tags", "span": "answers", "translate": "target"}  # others: label
 NUMBERED = re.compile(r"(choice|ending|option|answer|sol|RandomFifthSentenceQuiz)_?(\d+|[A-E])$", re.IGNORECASE)
 
@@ -98,16 +99,9 @@ def guess_columns(kind: Kind, rows: Sequence[Row], named: Mapping[str, str], pat
     """The column of every field that the kind needs: as named, else by its usual names, else by what it holds."""
     there = list(rows[0])
     label = LABEL_OF.get(kind, "label")
-    fields = ("text", "pair", "negative", "context", "question", "choices", "words", "source", label)
-    if wrong := [f"columns.{name}" for name in named if name not in fields]:
-        raise UserError(f"there is no {', '.join(wrong)}; fields are {', '.join(fields)}")
-    if absent := [f"columns.{name}={column!r}" for name, column in named.items() if column not in _with_joined(there)]:
-        raise UserError(f"{path} has no column for {', '.join(absent)}; it has {', '.join(map(repr, there))}")
+    _check_named(named, label, there, path)
     columns = dict(named)
-    wanted = (*NEEDS[kind], *(("question",) if kind == "choose" else ()), label)
-    if kind == "embed":
-        wanted = (*wanted, "negative")
-    for name in wanted:
+    for name in (*NEEDS[kind], *MAY_HAVE.get(kind, ()), label):
         free = [column for column in there if column not in columns.values()]
         if name in columns:
             continue
@@ -126,8 +120,14 @@ def guess_columns(kind: Kind, rows: Sequence[Row], named: Mapping[str, str], pat
     return columns
 
 
-def _with_joined(columns: Sequence[str]) -> set[str]:
-    return {*columns, "+".join(_choice_columns(columns))}
+def _check_named(named: Mapping[str, str], label: str, there: Sequence[str], path: str) -> None:
+    """That every field the user names is one, and every column is there."""
+    fields = ("text", "pair", "negative", "context", "question", "choices", "words", "source", label)
+    if wrong := [f"columns.{name}" for name in named if name not in fields]:
+        raise UserError(f"there is no {', '.join(wrong)}; fields are {', '.join(fields)}")
+    known = {*there, "+".join(_choice_columns(there))}
+    if absent := [f"columns.{name}={column!r}" for name, column in named.items() if column not in known]:
+        raise UserError(f"{path} has no column for {', '.join(absent)}; it has {', '.join(map(repr, there))}")
 
 
 def _by_content(name: str, columns: Sequence[str], rows: Sequence[Row]) -> str | None:
