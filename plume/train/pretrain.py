@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from plume.data import (
     prepare,
 )
 from plume.data.shards import read_manifest
+from plume.files import remove
 from plume.heads import Model
 from plume.text import Tokenizer, load_tokenizer
 from plume.train import samples
@@ -148,36 +148,42 @@ def no_trace_of_failure(folder: Path, ranks: Ranks) -> Iterator[None]:
         yield
     except UserError:
         if new and ranks.main:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
         raise
 
 
 def open_folder(config: PretrainConfig | FinetuneConfig | DistillConfig, ranks: Ranks) -> None:
     """Make the run folder, or make sure that what is there may be continued or replaced."""
+    folder = config.folder
     if ranks.main:
-        there = (config.folder / RECIPE).is_file()
-        if there and config.overwrite and not config.resume:
-            seeds = [path.name for path in config.folder.glob("seed-*")]
-            for name in ("checkpoints", "model", "tensorboard", *seeds):
-                shutil.rmtree(config.folder / name, ignore_errors=True)
-            for name in (RECIPE, METRICS, PLOT, SAMPLES):
-                (config.folder / name).unlink(missing_ok=True)
-        elif there and not config.resume:
+        if not (folder / RECIPE).is_file():
+            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+                raise UserError(f"{folder} exists and is not a run folder, so it is left alone; name another")
+        elif config.resume:
+            refuse_other_settings(folder, plain(config))
+        elif config.overwrite:
+            remove_run(folder)
+        else:
             raise UserError(
-                f"{config.folder} holds a run already; --resume goes on with it, --overwrite replaces it, "
+                f"{folder} holds a run already; --resume goes on with it, --overwrite replaces it, "
                 "--folder names another place"
             )
-        elif there:
-            changed = differences_of(read_recipe_of(config.folder), plain(config))
-            if refused := [line for name, line in changed.items() if not name.startswith(MAY_CHANGE)]:
-                raise UserError(
-                    "the run cannot go on with other settings than it began with:\n  " + "\n  ".join(refused)
-                )
-        elif config.folder.exists() and (not config.folder.is_dir() or any(config.folder.iterdir())):
-            raise UserError(f"{config.folder} exists and is not a run folder, so it is left alone; name another")
-        config.folder.mkdir(parents=True, exist_ok=True)
-        write_recipe(config.folder, plain(config))
+        folder.mkdir(parents=True, exist_ok=True)
+        write_recipe(folder, plain(config))
     ranks.barrier()
+
+
+def refuse_other_settings(folder: Path, wanted: dict[str, Any]) -> None:
+    changed = differences_of(read_recipe_of(folder), wanted)
+    if refused := [line for name, line in changed.items() if not name.startswith(MAY_CHANGE)]:
+        raise UserError("the run cannot go on with other settings than it began with:\n  " + "\n  ".join(refused))
+
+
+def remove_run(folder: Path) -> None:
+    """What runs leave in their folder, and nothing else."""
+    seeds = [path.name for path in folder.glob("seed-*")]
+    for name in ("checkpoints", "model", "tensorboard", *seeds, RECIPE, METRICS, PLOT, SAMPLES):
+        remove(folder / name)
 
 
 def plain(config: PretrainConfig | FinetuneConfig | DistillConfig) -> dict[str, Any]:
