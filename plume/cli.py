@@ -357,6 +357,11 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # whoever read the output has gone: nothing more to say
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"plume: {error.filename}: {error.strerror}", file=sys.stderr)  # the machine's no, not a defect
+        return 2
     return 0
 
 

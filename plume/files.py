@@ -22,10 +22,12 @@ WIDE_FONTS = (  # with Chinese, Japanese and Korean letters: of Linux, macOS, Wi
 
 @contextmanager
 def room_on_disk(path: Path) -> Iterator[None]:
-    """A full disk told in words."""
+    """A full disk, or a folder that is not ours to write to, told in words."""
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"{path} cannot be written: {error.strerror}; choose another folder") from error
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UserError(
@@ -39,9 +41,9 @@ def aside(path: Path) -> Iterator[Path]:
     """A hidden name to write a file or a folder under; it takes its place, whatever was there, when it is complete."""
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     remove(hidden)
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with room_on_disk(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
             yield hidden
             swap_in(hidden, path)
     finally:

@@ -1,5 +1,7 @@
 """What a person sees who makes a mistake: one clear message, code 2, no traceback, nothing half-written."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +172,61 @@ def test_a_student_learns_as_its_teacher_did(run_folder):
     assert (wanted.teacher, str(wanted.prepared)) == (str(run_folder), "data/gpt2-laptop")
     assert (wanted.train.steps, wanted.train.optimizer) == (5, "muon")
     assert trained_like("gpt2") == {}
+
+
+# ---- a place that cannot be written to
+
+
+def without_powers(*command, **more):
+    """Run as somebody whom permissions bind: root is not, unless its powers are taken away."""
+    root = hasattr(os, "getuid") and os.getuid() == 0
+    if root and shutil.which("setpriv") is None:
+        pytest.skip("root may write everywhere, and there is no setpriv to take that away")
+    lead = ["setpriv", "--inh-caps=-all", "--bounding-set=-all"] if root else []
+    return subprocess.run([*lead, *command], capture_output=True, text=True, check=False, **more)
+
+
+@pytest.fixture
+def locked(here):
+    folder = here / "locked"
+    folder.mkdir()
+    folder.chmod(0o555)
+    yield folder
+    folder.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["prepare", "book.txt", "--folder", "locked/data"],
+        ["tokenizer", "train", "book.txt", "--out", "locked/tokenizer", "--kind", "characters"],
+        ["runs", "runs", "--plot", "locked/plot.png"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_folder_that_cannot_be_written_to(here, locked, run_folder, words):
+    (here / "book.txt").write_text("some words\n" * 100)
+    (run_folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    found = without_powers(sys.executable, "-m", "plume", *words)
+    assert (found.returncode, found.stdout) == (2, ""), found.stderr
+    assert found.stderr.startswith("plume: locked/") and "Permission denied" in found.stderr
+    assert len(found.stderr.splitlines()) == 1
+
+
+def test_compiled_code_finds_a_place_where_neither_package_nor_home_can_be_written(here, locked):
+    """numba refuses to compile otherwise, and matplotlib complains at length."""
+    package = here / "package" / "plume"
+    shutil.copytree(ROOT / "plume", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (package, *(path for path in package.rglob("*") if path.is_dir())):
+        folder.chmod(0o555)
+    temporary = here / "temporary"
+    temporary.mkdir()
+    code = "import plume; from plume.text import merging; from plume.files import new_figure; new_figure(2, 2)"
+    code += "; print(plume.__file__)"
+    told = {**os.environ, "HOME": str(locked), "TMPDIR": str(temporary), "PYTHONPATH": str(package.parent)}
+    told = {name: value for name, value in told.items() if not name.startswith(("XDG", "NUMBA", "MPL"))}
+    for _ in range(2):  # the second run finds the folder of the first
+        found = without_powers(sys.executable, "-c", code, env=told, cwd=here)
+        assert (found.returncode, found.stderr) == (0, ""), found.stderr
+        assert found.stdout.strip() == str(package / "__init__.py")
+        assert [path.name for path in temporary.iterdir()] == [f"plume-{os.getuid()}"]

@@ -27,6 +27,13 @@ def test_every_frequent_letter_of_a_chinese_text_can_be_a_token(quick, tmp_path)
     assert demo.settings(DemoConfig(text=(str(tmp_path / "plain.txt"),))).model.vocab_size == 512
 
 
+def test_the_last_validation_is_at_the_end(quick):
+    """One step after another would only be told twice."""
+    for minutes in (0.1, 1.7, 2.0):
+        train = demo.settings(DemoConfig(minutes=minutes)).train
+        assert train.steps % train.validate_every == 0 and train.steps // train.validate_every == 5
+
+
 def test_commands_are_shown_as_a_shell_wants_them():
     folder = Path("my runs/故 事")
     stream = io.StringIO()

@@ -33,7 +33,7 @@ class EvaluateConfig:
     training_data: tuple[str, ...] = ()  # prepared folders or texts to look for the items in
     ngram: int = 13  # words in a row that count as seen before
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"  # of the arithmetic
     batch_tokens: int | None = None  # tokens computed at a time; unset means what suits the device
     plots: bool = True  # calibration, ... as PNG in `out`
     context_field: str = "context"  # names in your own rows
