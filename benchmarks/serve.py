@@ -92,7 +92,7 @@ def peer_command(folder: Path, precision: str, port: int) -> list[str]:
 
     file = folder.parent / f"{folder.name}-{precision}.gguf"
     if not file.is_file():
-        export(ExportConfig(model=folder, precision=precision, out=file))
+        export(ExportConfig(model=str(folder), precision=precision, out=file))
     threads = str(len(psutil.Process().cpu_affinity()))
     words = ["--model", str(file), "--model_alias", "shape", "--n_ctx", "1024", "--n_threads", threads]
     return ["-m", "llama_cpp.server", *words, "--port", str(port), "--interrupt_requests", "false"]

@@ -106,7 +106,7 @@ class GenerateConfig:
 class ExportConfig:
     """A model folder in another format."""
 
-    model: Path  # model folder, run folder or hub name
+    model: str  # a model folder, a run folder or a hub name
     format: Literal["gguf", "onnx"] = "gguf"  # gguf: llama.cpp; onnx: onnxruntime and others
     precision: Literal["float32", "float16", "int8"] = "float32"  # int8 is GGUF's q8_0; onnx has float32 only
     cache: bool = True  # onnx: with a key-value cache among inputs and outputs
@@ -115,7 +115,7 @@ class ExportConfig:
     @property
     def path(self) -> Path:
         name = f"model-{self.precision}.gguf" if self.format == "gguf" else f"model{'-cache' * self.cache}.onnx"
-        return self.model / name if self.out is None else self.out
+        return Path(self.model) / name if self.out is None else self.out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -187,11 +187,12 @@ METRICS: dict[str, Callable[[Task, Sequence[Record]], dict[str, Metric]]] = {
 
 def said_record(task: Task, item: Question | Blank, said: str) -> Record:
     """What was said, cut to what counts of it, and how it measures up to each answer."""
-    question = isinstance(item, Question)
-    answers = list(item.answers) if question else [item.answer]
-    said = metrics.sentences(said, item.sentences if question else None)
+    if isinstance(item, Question):
+        answers, normal = list(item.answers), metrics.NORMAL[item.same]
+        said = metrics.sentences(said, item.sentences)
+    else:
+        answers, normal, said = [item.answer], metrics.normal, said.strip()
     said = said.split("\n")[0] if task.people else said
-    normal = metrics.NORMAL[item.same if question else "squad"]
     measures: Mapping[str, Callable[[str, Sequence[str]], float]] = {
         "exact_match": partial(metrics.exact_match, normal=normal),
         "f1": metrics.f1,

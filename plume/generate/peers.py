@@ -70,16 +70,10 @@ def llama_engine(setting: Setting, kind: str) -> Engine:
     from plume.generate.export import silence_llama
 
     silence_llama()
-    config, threads, gguf = setting.config, setting.threads, llama_file(setting, kind)
-    settings = llama_cpp.llama_model_default_params()
-    model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), settings)
-    params = llama_cpp.llama_context_default_params()
-    longest = max(config.prompt_tokens + config.new_tokens + 8, config.prefill_tokens)
-    params.n_ctx = config.batch * longest  # it is shared out evenly
-    params.n_batch, params.n_ubatch = max(512, config.prefill_tokens), 512
-    params.n_seq_max, params.n_threads, params.n_threads_batch = config.batch, threads, threads
-    context = llama_cpp.llama_init_from_model(model, params)
-    batch = llama_cpp.llama_batch_init(max(512, config.prefill_tokens), 0, config.batch)
+    gguf = llama_file(setting, kind)
+    model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), llama_cpp.llama_model_default_params())
+    context = llama_cpp.llama_init_from_model(model, llama_settings(setting))
+    batch = llama_cpp.llama_batch_init(max(512, setting.config.prefill_tokens), 0, setting.config.batch)
 
     def feed(rows: Sequence[tuple[int, int, int, bool]]) -> None:
         batch.n_tokens = len(rows)
@@ -106,6 +100,17 @@ def llama_engine(setting: Setting, kind: str) -> Engine:
     return Engine(write, read, gguf.stat().st_size)
 
 
+def llama_settings(setting: Setting) -> Any:
+    import llama_cpp
+
+    config, params = setting.config, llama_cpp.llama_context_default_params()
+    longest = max(config.prompt_tokens + config.new_tokens + 8, config.prefill_tokens)
+    params.n_ctx = config.batch * longest  # it is shared out evenly
+    params.n_batch, params.n_ubatch = max(512, config.prefill_tokens), 512
+    params.n_seq_max, params.n_threads, params.n_threads_batch = config.batch, setting.threads, setting.threads
+    return params
+
+
 def llama_file(setting: Setting, kind: str) -> Path:
     """The model as llama.cpp wants it."""
     import llama_cpp
@@ -114,7 +119,7 @@ def llama_file(setting: Setting, kind: str) -> Path:
 
     whole, path = setting.room / "f32.gguf", setting.room / f"{kind}.gguf"
     if not whole.is_file():
-        export(ExportConfig(model=setting.folder, out=whole))
+        export(ExportConfig(model=str(setting.folder), out=whole))
     if kind != "f32":
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype, params.nthread = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}"), setting.threads
@@ -190,7 +195,7 @@ def onnx_engine(setting: Setting) -> Engine:
     from plume.weights import read_config
 
     path = setting.room / "model.onnx"
-    export(ExportConfig(model=setting.folder, format="onnx", out=path))
+    export(ExportConfig(model=str(setting.folder), format="onnx", out=path))
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = setting.threads
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

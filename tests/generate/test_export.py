@@ -24,7 +24,7 @@ def greedy(trained_folder, tokenizer):
 def test_gguf_gives_the_same_greedy_tokens(trained_folder, tokenizer, tmp_path, greedy, precision):
     pytest.importorskip("gguf", reason="the gguf package writes GGUF")
     llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python runs GGUF")
-    result = export(ExportConfig(model=trained_folder, precision=precision, out=tmp_path / "model.gguf"))
+    result = export(ExportConfig(model=str(trained_folder), precision=precision, out=tmp_path / "model.gguf"))
     assert result.checked_with == "llama.cpp"
     llama = llama_cpp.Llama(str(result.path), n_ctx=64, verbose=False)
     prompt, expected = greedy
@@ -43,7 +43,7 @@ def test_gguf_gives_the_same_greedy_tokens(trained_folder, tokenizer, tmp_path, 
 def test_onnx_gives_the_same_greedy_tokens(trained_folder, tmp_path, trained, greedy, cache):
     onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime runs ONNX")
     pytest.importorskip("onnxscript", reason="torch writes ONNX with onnxscript")
-    config = ExportConfig(model=trained_folder, format="onnx", cache=cache, out=tmp_path / "model.onnx")
+    config = ExportConfig(model=str(trained_folder), format="onnx", cache=cache, out=tmp_path / "model.onnx")
     assert export(config).difference < 1e-3
     session = onnxruntime.InferenceSession(str(config.path))
     prompt, expected = greedy
@@ -65,10 +65,10 @@ def test_gguf_is_refused_with_a_reason(random_model, tokenizer, tmp_path):
     characters = Tokenizer(define("characters", [chr(i) for i in range(32, 127)], [], "gpt2"))
     folder = save_model(random_model(), tmp_path / "characters", tokenizer=characters)
     with pytest.raises(UserError, match=r"cutting text into words.*characters"):
-        export(ExportConfig(model=folder))
+        export(ExportConfig(model=str(folder)))
     folder = save_model(random_model(norm="post"), tmp_path / "post", tokenizer=tokenizer)
     with pytest.raises(UserError, match="norm=post"):
-        export(ExportConfig(model=folder))
+        export(ExportConfig(model=str(folder)))
     assert not list(tmp_path.rglob("*.gguf"))
 
 
@@ -79,5 +79,5 @@ def test_a_file_that_disagrees_is_removed(trained_folder, tmp_path, monkeypatch)
     path = tmp_path / "model.gguf"
     monkeypatch.setattr(module, "run_gguf", lambda _, tokens: ("nobody", np.zeros((len(tokens), 266))))
     with pytest.raises(RuntimeError, match="did not give the model's logits back"):
-        export(ExportConfig(model=trained_folder, out=path))
+        export(ExportConfig(model=str(trained_folder), out=path))
     assert list(tmp_path.iterdir()) == []

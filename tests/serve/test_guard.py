@@ -170,15 +170,18 @@ def test_a_slow_body_is_not_waited_for(small, monkeypatch):
         assert client.get("/healthz").status_code == 200
 
 
-def test_a_reader_that_reads_slowly_gets_everything(small):
+def test_a_reader_that_reads_slowly_gets_everything(small, endless):
     with serving(small) as (_, client):
-        body = {**ASK, "max_tokens": 50, "stream": True}
-        with client.stream("POST", "/v1/completions", json=body) as stream:
+        body = endless | {"max_tokens": 50, "seed": 1}
+        whole = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
             lines = []
             for line in stream.iter_lines():
                 time.sleep(0.005)
-                lines += [line] if line else []
-        assert lines[-1] == "data: [DONE]" and len(lines) > 40
+                lines += [line.removeprefix("data: ")] if line else []
+        *pieces, last = lines
+        assert last == "[DONE]" and len(whole) > 40
+        assert "".join(json.loads(piece)["choices"][0]["text"] for piece in pieces) == whole
 
 
 # ---- the process
