@@ -177,10 +177,10 @@ class DistillConfig:
     drop_segments: bool = False  # DistilBERT has no segment table and no pooler
     start: Literal["teacher", "random"] = "teacher"  # first weights: layers of the teacher, evenly spaced, or new ones
     temperature: float = 2.0  # that softens what both say of the tokens
-    soft: float = 5.0  # weight of the teacher's probabilities; these four are DistilBERT's, whose attention is 0
-    hard: float = 2.0  # weight of the text itself
-    hidden: float = 1.0  # weight of the angle between hidden states, layer by layer
-    attention: float = 0.0  # weight of the squared distance of attention scores, as in TinyBERT
+    soft_weight: float = 5.0  # of the teacher's probabilities; these four are DistilBERT's, whose attention is 0
+    hard_weight: float = 2.0  # of the text itself
+    hidden_weight: float = 1.0  # of the angle between hidden states, layer by layer
+    attention_weight: float = 0.0  # of the squared distance of attention scores, as in TinyBERT
     objective: ObjectiveConfig = ObjectiveConfig()  # name follows the teacher
     data: DataConfig = STANDARD_LIBRARY  # in the teacher's tokens
     prepared: Path | None = None  # a folder that `plume prepare` has filled with the teacher's tokenizer
@@ -190,9 +190,11 @@ class DistillConfig:
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise UserError(f"temperature={self.temperature} must be above 0, for example 2")
-        weights = (self.soft, self.hard, self.hidden, self.attention)
+        weights = (self.soft_weight, self.hard_weight, self.hidden_weight, self.attention_weight)
         if min(weights) < 0 or max(weights) == 0:
-            raise UserError("soft, hard, hidden and attention are weights: none below 0 and one at least above it")
+            raise UserError(
+                "of the weights soft, hard, hidden and attention none may be below 0, and one must be above"
+            )
         if self.layers is not None and self.layers < 1:
             raise UserError(f"layers={self.layers} must be at least 1")
 

@@ -73,7 +73,7 @@ def student_config(config: DistillConfig, teacher: ModelConfig) -> ModelConfig:
         small = replace(small, hidden=None)
         if config.start == "teacher":
             raise UserError(f"width={width}: layers of the teacher are {teacher.width} wide; start=random begins anew")
-    if config.attention and heads != teacher.heads:
+    if config.attention_weight and heads != teacher.heads:
         raise UserError(f"attention matching needs as many heads as the teacher: heads={teacher.heads}")
     if config.drop_segments:
         if teacher.causal or teacher.summary != "tanh":
@@ -147,7 +147,12 @@ class DistillObjective(Tokens):
         super().__init__()
         self.teacher, self.config = teacher.eval().requires_grad_(False), config
         self.layers = matched_layers(layers, teacher.config.layers)
-        named = {"soft": config.soft, "hard": config.hard, "hidden": config.hidden, "attention": config.attention}
+        named = {
+            "soft": config.soft_weight,
+            "hard": config.hard_weight,
+            "hidden": config.hidden_weight,
+            "attention": config.attention_weight,
+        }
         self.parts = {name: weight for name, weight in named.items() if weight or name == "hard"}
 
     def counts(self, batch: TensorBatch) -> Tensor:

@@ -61,7 +61,7 @@ def layers_and_scores(model, tokens):
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_losses_are_what_they_say(family):
-    teacher, student, config = pair_of(family, temperature=3.0, attention=0.7)
+    teacher, student, config = pair_of(family, temperature=3.0, attention_weight=0.7)
     lesson, batch = Lesson(student, teacher), batch_of(teacher)
     objective = DistillObjective(teacher, config, student.config.layers)
     assert objective.parts == {"soft": 5.0, "hard": 2.0, "hidden": 1.0, "attention": 0.7}
@@ -156,7 +156,7 @@ def test_from_texts_to_a_folder(family, tmp_path):
         ({"heads": 4, "attention": 1.0}, "heads=2"),
         ({"drop_segments": True}, "must be a BERT"),
         ({"temperature": 0.0}, "temperature=0.0"),
-        ({"soft": 0.0, "hard": 0.0, "hidden": 0.0}, "weights"),
+        ({"soft_weight": 0.0, "hard_weight": 0.0, "hidden_weight": 0.0}, "one must be above"),
     ],
 )
 def test_mistakes(more, message):
