@@ -22,6 +22,7 @@ app = cyclopts.App(
     help="From raw text to a pretrained, fine-tuned, measured, served and explorable language model.",
     version=__version__,
     version_flags=["--version"],
+    suppress_keyboard_interrupt=False,  # main has a word for it
     help_epilogue="Begin with `plume demo`. Every verb explains its options: `plume finetune --help`.",
 )
 tokenizer = cyclopts.App(name="tokenizer", help="Train a tokenizer, or look at how one cuts a text.")
@@ -72,7 +73,7 @@ def demo(*words: Words) -> None:
     wanted = settings(config.DemoConfig, words)
     from plume.demo import demo as run
 
-    run(wanted)
+    to_its_end(run(wanted).outcome.finished)
 
 
 @app.command
@@ -125,6 +126,7 @@ def pretrain(*words: Words, as_json: Json = False) -> None:
     result = run(wanted)
     if result.main:
         print(json.dumps(result.as_json(), indent=2) if as_json else result.summary())
+    to_its_end(result.outcome.finished)
 
 
 @app.command
@@ -163,6 +165,7 @@ def distill(*words: Words, as_json: Json = False) -> None:
 
     result = run(wanted)
     print(json.dumps(result.as_json(), indent=2) if as_json else result.summary())
+    to_its_end(result.outcome.finished)
 
 
 @app.command
@@ -328,6 +331,12 @@ def arrange_verbs() -> None:
             command.sort_key, command.usage, command.help_epilogue = order, usage(name, verb), ""
             if " " not in name:
                 command.group = group
+
+
+def to_its_end(finished: bool) -> None:
+    """A run that was stopped has saved all and can go on, but whoever waits for it should not take it as done."""
+    if not finished:
+        raise KeyboardInterrupt
 
 
 def show(*things: Any) -> None:

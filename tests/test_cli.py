@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from families import FAMILIES, random_model
@@ -172,6 +173,29 @@ def test_a_student_learns_as_its_teacher_did(run_folder):
     assert (wanted.teacher, str(wanted.prepared)) == (str(run_folder), "data/gpt2-laptop")
     assert (wanted.train.steps, wanted.train.optimizer) == (5, "muon")
     assert trained_like("gpt2") == {}
+
+
+# ---- Ctrl-C
+
+
+def test_a_verb_that_is_interrupted_says_so(capsys, monkeypatch):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("plume.train.pretrain.pretrain", interrupted)
+    assert main(["pretrain", "gpt2-laptop"]) == 130
+    assert capsys.readouterr().err == "plume: stopped\n"
+
+
+@pytest.mark.parametrize(("finished", "code"), [(True, 0), (False, 130)])
+@pytest.mark.parametrize("verb", ["pretrain gpt2-laptop", "demo", "distill teacher --folder student --train.steps 5"])
+def test_a_training_that_was_stopped_is_not_taken_as_done(verb, finished, code, capsys, monkeypatch):
+    outcome = SimpleNamespace(finished=finished)
+    result = SimpleNamespace(outcome=outcome, main=True, summary=lambda: "the summary")
+    for place in ("plume.train.pretrain.pretrain", "plume.train.distill.distill", "plume.demo.demo"):
+        monkeypatch.setattr(place, lambda config: result)
+    assert main(verb.split()) == code
+    assert capsys.readouterr().err == ("" if finished else "plume: stopped\n")
 
 
 # ---- a place that cannot be written to

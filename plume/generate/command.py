@@ -85,11 +85,13 @@ def answer(lm: LM, prompt: str | None, sampling: SamplingConfig, out: TextIO) ->
         return _show_all([lm.translate(prompt, sampling)], out)
     if sampling.n == 1 and sampling.beams == 1 and sampling.best_of is None:
         text = ""
-        for piece in lm.stream(prompt, sampling):
-            text += piece
-            out.write(piece)
-            out.flush()
-        out.write("\n")
+        try:
+            for piece in lm.stream(prompt, sampling):
+                text += piece
+                out.write(piece)
+                out.flush()
+        finally:
+            out.write("\n")  # also when it was interrupted, so that what is said next has its own line
         return text
     first = lm.generate(prompt, sampling)
     return _show_all(list(first.samples) or [first], out)

@@ -42,7 +42,7 @@ def describe_data(plan: Plan) -> str:
         rule = RULES.get(data.kind, "cut at the end of their longest text")
         lines.append(f"- {cut.rows:,} rows are longer than fits (up to {cut.longest:,} tokens): they are {rule}")
     lines.append(
-        f"- learning rate {plan.lr:.3g} ({plan.why_lr}), {plan.config.epochs:g} epochs of {plan.config.batch} rows"
+        f"- learning rate {plan.lr:.3g} ({plan.why_lr}), {plan.config.epochs:g} epochs, batches of {plan.config.batch}"
     )
     lines += [
         f"- left out: {count:,} rows, {reason} (first: {data.left_out.first[reason]})"

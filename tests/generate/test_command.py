@@ -2,12 +2,13 @@
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from plume.cli import main
 from plume.config import SamplingConfig, UserError
-from plume.generate.command import Conversation, configure
+from plume.generate.command import Conversation, answer, configure
 
 
 def test_one_prompt_is_streamed(trained_folder, capsys):
@@ -113,3 +114,19 @@ def test_the_terminal_session_survives_mistakes_and_interrupts(lm, monkeypatch, 
     Conversation(lm, SamplingConfig(max_new_tokens=3, seed=1), sys.stdout).run()
     out = capsys.readouterr().out
     assert "there is no command /nonsense" in out and "hello" in out
+
+
+def test_an_interrupted_answer_ends_its_line():
+    """So that what is said next does not stand behind it."""
+
+    class Stopped:
+        config = SimpleNamespace(decoder_layers=0)
+
+        def stream(self, prompt, sampling):
+            yield "Once"
+            raise KeyboardInterrupt
+
+    out = io.StringIO()
+    with pytest.raises(KeyboardInterrupt):
+        answer(Stopped(), "", SamplingConfig(), out)
+    assert out.getvalue() == "Once\n"
