@@ -72,8 +72,10 @@ class Checkpoints:
                 self.prune(best)
         except (OSError, CheckpointException) as error:
             shutil.rmtree(aside, ignore_errors=True)
+            size, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(self.folder).free
             raise UserError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {first_line(error)}; "
+                f"the checkpoint of step {step} could not be written to {self.folder}: {first_line(error)} "
+                f"(it takes {size / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there); "
                 f"the ones before are whole: make room, then go on with --resume"
             ) from error
         self.ranks.barrier()
@@ -192,4 +194,6 @@ def sync(path: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # which wraps what went wrong on each rank
+        error = next(iter(error.failures.values()))[0]
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

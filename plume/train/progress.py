@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from plume.config import TrainConfig, UserError
-from plume.files import write_rows
+from plume.files import room_on_disk, write_rows
 from plume.train.ranks import Ranks
 from plume.train.runs import METRICS, SAMPLES, read_metrics
 
@@ -110,7 +110,8 @@ class Progress:
         self.say(f"step {step}: validation loss {loss:.4f}{' (best)' if better else ''}")
 
     def sample(self, step: int, text: str) -> None:
-        with (self.folder / SAMPLES).open("a", encoding="utf-8") as stream:
+        file = self.folder / SAMPLES
+        with room_on_disk(file), file.open("a", encoding="utf-8") as stream:
             stream.write(f"--- step {step}\n{text}\n")
         shown = " ".join(text.split())
         self.say(f"step {step}: {shown if len(shown) <= 160 else shown[:159] + '…'}")
@@ -120,7 +121,8 @@ class Progress:
     def write(self, row: Mapping[str, Any]) -> None:
         if not self.ranks.main:
             return
-        with (self.folder / METRICS).open("a", encoding="utf-8") as stream:
+        file = self.folder / METRICS
+        with room_on_disk(file), file.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
         for writer in self.writers:
             writer.write(row)

@@ -272,8 +272,22 @@ def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     trainer = toy_trainer(tmp_path, CONFIG)
     monkeypatch.setattr("plume.train.checkpoint.save_tensors", full)
-    with pytest.raises(UserError, match=r"step 4 could not be written.*No space left.*--resume"):
+    with pytest.raises(UserError, match=r"step 4 could not be written.*No space left.*MB are free there.*--resume"):
         trainer.run(resume=False)
+    assert not any((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_file_that_cannot_grow_is_told_by_its_cause(tmp_path: Path) -> None:
+    """torch wraps what the system said; here files may not grow, as on a disk that is full."""
+    resource = pytest.importorskip("resource", reason="only Unix has limits of this kind")
+    trainer = toy_trainer(tmp_path, CONFIG)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"could not be written to (?!.*CheckpointException).*; the ones before"):
+            trainer.run(resume=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not any((tmp_path / "checkpoints").iterdir())
 
 
