@@ -8,14 +8,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import cyclopts
 
 from plume import __version__, config
 from plume.config import UserError
+from plume.config.screen import tell
 from plume.config.verbs import VERBS, show_options, usage, verb_of
 from plume.config.words import settings, split
+
+if TYPE_CHECKING:
+    from plume.train.distill import DistillResult
+    from plume.train.pretrain import RunResult
 
 app = cyclopts.App(
     name="plume",
@@ -125,7 +130,7 @@ def pretrain(*words: Words, as_json: Json = False) -> None:
 
     result = run(wanted)
     if result.main:
-        print(json.dumps(result.as_json(), indent=2) if as_json else result.summary())
+        show_result(result, as_json=as_json)
     to_its_end(result.outcome.finished)
 
 
@@ -145,8 +150,8 @@ def finetune(*words: Words, as_json: Json = False) -> None:
     else:
         about = result.summary
         spread = f"from {about['lowest']:.4f} to {about['highest']:.4f} over {len(result.seeds)} seeds"
-        print(f"validation {result.metric}: median {about['median']:.4f}, {spread}")
-        print(f"wrote {wanted.folder / 'report.md'} and {result.model}")
+        tell(f"validation {result.metric}: median {about['median']:.4f}, {spread}")
+        tell(f"wrote {wanted.folder / 'report.md'} and {result.model}")
 
 
 @app.command
@@ -164,7 +169,7 @@ def distill(*words: Words, as_json: Json = False) -> None:
     from plume.train.distill import distill as run
 
     result = run(wanted)
-    print(json.dumps(result.as_json(), indent=2) if as_json else result.summary())
+    show_result(result, as_json=as_json)
     to_its_end(result.outcome.finished)
 
 
@@ -333,6 +338,13 @@ def arrange_verbs() -> None:
                 command.group = group
 
 
+def show_result(result: RunResult | DistillResult, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result.as_json(), indent=2))
+    else:
+        tell(result.summary())
+
+
 def to_its_end(finished: bool) -> None:
     """A run that was stopped has saved all and can go on, but whoever waits for it should not take it as done."""
     if not finished:
@@ -356,9 +368,9 @@ def main(words: Sequence[str] | None = None) -> int:
         if verb is not None and {"--help", "-h"} & set(words):
             show_options(verb[1])
     except (UserError, cyclopts.CycloptsError) as error:
-        print(f"plume: {error}", file=sys.stderr)
+        tell(f"plume: {error}", sys.stderr)
         if verb is not None and len(words) == len(verb[0].split()):  # nothing was said but the verb
-            print(f"{usage(*verb)}\nplume {verb[0]} --help tells more", file=sys.stderr)
+            tell(f"{usage(*verb)}\nplume {verb[0]} --help tells more", sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("plume: stopped", file=sys.stderr)
@@ -369,7 +381,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"plume: {error.filename}: {error.strerror}", file=sys.stderr)  # the machine's no, not a defect
+        tell(f"plume: {error.filename}: {error.strerror}", sys.stderr)  # the machine's no, not a defect
         return 2
     return 0
 

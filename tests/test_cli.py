@@ -1,5 +1,6 @@
 """What a person sees who makes a mistake: one clear message, code 2, no traceback, nothing half-written."""
 
+import io
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from families import FAMILIES, random_model
 
 from plume.cli import app, main, settings
 from plume.config import DistillConfig, FinetuneConfig, PretrainConfig, build, describe, read_recipe, trained_like
+from plume.config.screen import tell
 from plume.config.verbs import VERBS
 from plume.train.pretrain import plain
 from plume.train.runs import write_recipe
@@ -173,6 +175,25 @@ def test_a_student_learns_as_its_teacher_did(run_folder):
     assert (wanted.teacher, str(wanted.prepared)) == (str(run_folder), "data/gpt2-laptop")
     assert (wanted.train.steps, wanted.train.optimizer) == (5, "muon")
     assert trained_like("gpt2") == {}
+
+
+# ---- what a person sees
+
+
+def test_lines_end_between_words_on_a_terminal_and_stay_whole_in_a_file(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = "there is no recipe [gpt3] :smile: for 12 things; did you mean another, perhaps a longer one?"
+    screen, file = Terminal(), io.StringIO()
+    tell(text, screen)
+    tell(text, file)
+    lines = screen.getvalue().splitlines()
+    assert file.getvalue() == text + "\n"
+    assert len(lines) > 1 and max(map(len, lines)) <= 40 and " ".join(map(str.strip, lines)) == text
 
 
 # ---- Ctrl-C

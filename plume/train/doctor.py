@@ -132,9 +132,10 @@ def show_diagnosis(found: Diagnosis) -> None:
 
     console = Console()
     console.print(f"Python {found.python}, torch {found.torch}", highlight=False)
-    table = Table("rank", "host", "device", "memory", "threads", "float32", "bfloat16", "precision")
+    speed = "\nGFLOP/s"
+    table = Table("rank", "host", "device", "memory", "threads", f"float32{speed}", f"bfloat16{speed}", "precision")
     for health in found.ranks:
-        speeds = [f"{speed / 1e9:,.0f} GFLOP/s" for speed in (health.float32, health.bfloat16)]
+        speeds = [f"{rate / 1e9:,.0f}" for rate in (health.float32, health.bfloat16)]
         memory = f"{health.memory_gb} GiB"
         row = [str(health.rank), health.host, health.device, memory, str(health.threads), *speeds, health.precision]
         table.add_row(*row)

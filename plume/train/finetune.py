@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plume.config import FinetuneConfig
+from plume.config.screen import tell
 from plume.data.examples import Example
 from plume.files import aside, read_json, write_json, write_text
 from plume.heads import Model
@@ -78,6 +79,7 @@ def run_seed(plan: Plan, seed: int, folder: Path, ranks: Ranks, precision: Preci
     def judge(model: Model) -> float:
         found = measure(plan.job, model, plan.validation, plan.data.validation).results()
         history.append({"step": float(trainer.step), **found})
+        trainer.progress.found = {plan.metric: found[plan.metric]}
         return sign(plan.metric) * found[plan.metric]
 
     task = make_task(plan, model, batches, judge, freezer)
@@ -180,7 +182,7 @@ def finetune(config: FinetuneConfig, *, writer: Writer | None = None) -> Finetun
             open_folder(config, ranks)
         precision = choose_precision(ranks.device, config.precision)
         if ranks.main:
-            print(describe_data(plan), flush=True)
+            tell(describe_data(plan))
         results, settings = [], plan.job.settings
         for seed in seeds_of(config, len(plan.data.train)):
             folder = config.folder / f"seed-{seed}"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from plume.config import TrainConfig, UserError
+from plume.config.screen import tell
 from plume.files import room_on_disk, write_rows
 from plume.train.ranks import Ranks
 from plume.train.runs import METRICS, SAMPLES, read_metrics
@@ -31,6 +32,7 @@ class Progress:
         self.last_loss = self.last_part = math.nan  # the whole, and its first part: that of the tokens
         self.norm = math.nan
         self.best = math.inf
+        self.found: Mapping[str, float] = {}  # by the judge of the newest validation, if there is one
         self.checked = False
         self.since: tuple[int, float] | None = None  # tokens and seconds at the log line before
         self.first_part: float | None = None
@@ -64,13 +66,10 @@ class Progress:
     def say(self, text: str) -> None:
         if not self.ranks.main:
             return
-        if sys.stderr.isatty():
-            from rich.console import Console
-
-            console = Console(stderr=True) if self.bar is None else self.bar.console
-            console.print(text, highlight=False, markup=False)
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False, emoji=False)
         else:
-            print(text, file=sys.stderr, flush=True)
+            tell(text, sys.stderr)
 
     def log(self, *, step: int, loss: float, parts: Sequence[float], rate: float, tokens: int, seconds: float) -> None:
         self.last_loss, self.last_part = loss, parts[0]
@@ -107,7 +106,8 @@ class Progress:
         row["score"] = score
         self.write(row)
         better, self.best = score < self.best, min(self.best, score)  # of equals the first is kept
-        self.say(f"step {step}: validation loss {loss:.4f}{' (best)' if better else ''}")
+        found = "".join(f", {name} {value:.4f}" for name, value in self.found.items())
+        self.say(f"step {step}: validation loss {loss:.4f}{found}{' (best)' if better else ''}")
 
     def sample(self, step: int, text: str) -> None:
         file = self.folder / SAMPLES

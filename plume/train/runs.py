@@ -136,11 +136,16 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(runs: Sequence[RunInfo]) -> dict[str, list[Any]]:
-    """Settings in which runs differ, with each run's value."""
+    """Settings in which runs of one kind differ, with each run's value; what a kind does not have is no difference."""
     recipes = [flat(run.recipe) for run in runs]
-    names = sorted({name for recipe in recipes for name in recipe})
-    table = {name: [recipe.get(name) for recipe in recipes] for name in names}
-    return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
+    kinds = [{name for name, value in run.recipe.items() if isinstance(value, Mapping)} for run in runs]
+    table: dict[str, list[Any]] = {}
+    for name in sorted({name for recipe in recipes for name in recipe}):
+        having = [kind for recipe, kind in zip(recipes, kinds, strict=True) if name in recipe]
+        compared = [recipe.get(name) for recipe, kind in zip(recipes, kinds, strict=True) if kind in having]
+        if any(value != compared[0] for value in compared):
+            table[name] = [recipe.get(name) for recipe in recipes]
+    return table
 
 
 def show_runs(runs: Sequence[RunInfo]) -> None:
@@ -152,7 +157,7 @@ def show_runs(runs: Sequence[RunInfo]) -> None:
     for run in runs:
         table.add_row(
             run.name,
-            f"{run.step}/{run.steps}",
+            str(run.step) if run.steps is None else f"{run.step}/{run.steps}",
             number(run.loss),
             number(run.validation),
             f"{run.tokens:,}",
@@ -168,6 +173,7 @@ def show_comparison(runs: Sequence[RunInfo]) -> None:
     from rich.table import Table
 
     table = Table("setting", *(run.name for run in runs))
+    table.columns[0].no_wrap = True  # its name in full; values may take several lines
     for name, values in differences(runs).items():
         table.add_row(name, *("" if value is None else str(value) for value in values))
     table.add_section()

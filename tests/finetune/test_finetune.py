@@ -96,6 +96,15 @@ def test_the_rate_is_said_before_training(place, capsys):
     assert f"BERT's 2e-05 at width 768, for width {FAMILIES['bert'].width}" in said
 
 
+def test_what_picks_the_best_checkpoint_is_shown(place, capsys):
+    """Best is by the task's metric, not by the loss that stands beside it."""
+    result = finetune(config_for(place, "bert", "shown", reviews(place), epochs=1.0))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "validation loss" in line]
+    best = [line for line in lines if line.endswith(" (best)")][-1]
+    assert all(", accuracy " in line for line in lines)
+    assert best.startswith(f"step {result.best.best_step}: ") and f", accuracy {result.best.score:.4f} (best)" in best
+
+
 def test_labels_in_chinese_are_drawn_without_a_warning(tmp_path, monkeypatch):
     """Warnings are errors here; and without any font that has the letters there are boxes, but no warning."""
     for name, fonts in (("usual.png", files.WIDE_FONTS), ("boxes.png", ())):

@@ -15,7 +15,7 @@ from plume.cli import main
 from plume.config import PretrainConfig, UserError, build, read_recipe, with_overrides
 from plume.heads import Model
 from plume.train.pretrain import entropy, pretrain
-from plume.train.runs import differences_of, find_runs, plot_runs, read_metrics, read_run, to_toml
+from plume.train.runs import differences_of, find_runs, plot_runs, read_metrics, read_run, to_toml, write_recipe
 from plume.weights import load_model
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -215,6 +215,26 @@ def test_runs_are_listed_compared_and_plotted(tmp_path: Path, capsys: pytest.Cap
     with pytest.raises(UserError, match="is not a run folder"):
         read_run(tmp_path)
     assert plot_runs([tmp_path], tmp_path / "none.png") is None
+
+
+def test_runs_of_other_kinds_are_compared_with_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of settings stay whole on a narrow terminal; what only a fine-tuning has is no difference."""
+    monkeypatch.setenv("COLUMNS", "60")
+    recipes: dict[str, dict[str, Any]] = {
+        "a": {"train": {"steps": 5, "muon_weight_decay": 0.1}},
+        "b": {"train": {"steps": 5}},
+        "tuned": {"task": {"train": "rows.csv"}, "epochs": 3.0},
+    }
+    for name, recipe in recipes.items():
+        fake_run(tmp_path / name, 5, 2.0)
+        write_recipe(tmp_path / name, recipe)
+    assert main(["runs", str(tmp_path), "--compare"]) == 0
+    shown = capsys.readouterr().out
+    assert "train.muon_weight_decay" in shown and not any(word in shown for word in ("epochs", "task.train", "…"))
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "None" not in capsys.readouterr().out
 
 
 def test_differences_are_told_in_words() -> None:
