@@ -83,9 +83,11 @@ def test_light_rooms_do_not_import_torch(module):
 def test_help_answers_at_once():
     """Measured in processor time, which other work on the machine does not change."""
     times = []
+    command = [sys.executable, "-m", "plume", "--help"]
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
     for _ in range(3):
         before = os.times()
-        result = subprocess.run([sys.executable, "-m", "plume", "--help"], capture_output=True, text=True, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, check=True, env=alone)
         after = os.times()
         times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert "pretrain" in result.stdout

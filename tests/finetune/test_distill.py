@@ -153,7 +153,7 @@ def test_from_texts_to_a_folder(family, tmp_path):
     [
         ({"layers": 5}, "layers=5 is more than the teacher's 2"),
         ({"width": 8}, "start=random"),
-        ({"heads": 4, "attention": 1.0}, "heads=2"),
+        ({"heads": 4, "attention_weight": 1.0}, "heads=2"),
         ({"drop_segments": True}, "must be a BERT"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"soft_weight": 0.0, "hard_weight": 0.0, "hidden_weight": 0.0}, "one must be above"),
