@@ -448,6 +448,38 @@ def test_chinese_and_english_say_the_same_things(visit):
     expect(visit.page.locator("#tabs button").first).to_have_text("Next")
 
 
+def test_the_tab_of_the_view_is_in_sight_on_a_phone(browser, site):
+    visit = Visit(browser, site, viewport={"width": 360, "height": 740})
+    for view in VIEWS:
+        visit.open(view, model="bert" if view == "masks" else "gpt", masked="1")
+        box = visit.page.locator(f"#tabs [data-view={view}]").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 360, f"{view} is out of sight: {box}"
+    visit.close()
+
+
+def test_a_wait_for_the_models_is_said(visit):
+    """Counting weights takes a moment at first, and an empty page would look broken."""
+    waiting = []
+    visit.page.route("**/v1/models", lambda route: waiting.append(route))
+    visit.page.goto(f"{visit.site.url}/#view=next&model=gpt&text=robot")
+    expect(visit.page.locator("#hint")).to_have_text("Asking for the models …")
+    waiting[0].continue_()
+    visit.page.wait_for_selector(READY["next"])
+    expect(visit.page.locator("#hint")).to_have_text("")
+
+
+def test_a_single_point_has_an_axis_that_can_be_read(visit):
+    visit.open()
+    labels = visit.page.evaluate(
+        """async () => {
+            const { curves } = await import('/static/draw.js');
+            const drawn = curves({ lines: [{ x: [6144], y: [7412], kind: '' }], width: 300 });
+            return [...drawn.querySelectorAll('text')].map((text) => text.textContent);
+        }"""
+    )
+    assert len(labels) >= 3 and len(set(labels)) == len(labels), labels
+
+
 def test_the_footer_and_a_refusal_are_said_in_chinese(visit):
     visit.allow = "400"
     visit.open()

@@ -121,7 +121,10 @@ async function showView() {
           ),
         };
   }
-  for (const tab of $('tabs').children) tab.setAttribute('aria-selected', tab.dataset.view === name);
+  for (const tab of $('tabs').children) {
+    tab.setAttribute('aria-selected', tab.dataset.view === name);
+    if (tab.dataset.view === name) $('tabs').scrollLeft = tab.offsetLeft + tab.offsetWidth / 2 - $('tabs').clientWidth / 2;
+  }
   document.title = `${t(name)} · Plume`;
   showFacts();
   if (models.length || name === 'runs') shown.module.update(shown.handle, store.state);
@@ -388,6 +391,7 @@ function wire() {
 }
 
 async function begin() {
+  $('hint').replaceChildren(t('opening')); // until the models are known
   try {
     models = (await api.ask('models', '/v1/models')).data;
   } catch (error) {

@@ -309,6 +309,9 @@ const tick = (v) =>
   Math.abs(v) >= 1e4 ? short(v) : Math.abs(v) >= 1e-3 || v === 0 ? String(Number(v.toPrecision(4))) : v.toExponential(0);
 
 // lines: [{x: [], y: [], name, kind: 'c0 dashed'}]; on(index along the longest line, its x)
+// room on both sides of a single value
+const around = (v) => [v - (0.1 * Math.abs(v) || 0.5), v + (0.1 * Math.abs(v) || 0.5)];
+
 export function curves({ lines, width, height = 150, log = false, title, on, label = tick, mark }) {
   const pad = { left: 44, right: 8, top: title ? 22 : 8, bottom: 22 };
   const real = lines.filter((line) => line.y.some((v) => v !== null && Number.isFinite(v)));
@@ -318,8 +321,8 @@ export function curves({ lines, width, height = 150, log = false, title, on, lab
   let [x0, x1, y0, y1] = [Math.min(...xs), Math.max(...xs), Math.min(...ys), Math.max(...ys)];
   if (!ys.length) [x0, x1, y0, y1] = [0, 1, log ? 0.1 : 0, 1];
   if (!log) y0 = Math.min(y0, y0 > 0 && y0 < 0.4 * y1 ? 0 : y0);
-  if (y0 === y1) [y0, y1] = log ? [y0 / 2, y1 * 2] : [y0 - 0.5, y1 + 0.5];
-  if (x0 === x1) x1 = x0 + 1;
+  if (y0 === y1) [y0, y1] = log ? [y0 / 2, y1 * 2] : around(y0);
+  if (x0 === x1) [x0, x1] = around(x0);
   const to = (v) => (log ? Math.log(v) : v);
   const X = (v) => pad.left + ((v - x0) / (x1 - x0)) * (width - pad.left - pad.right);
   const Y = (v) => height - pad.bottom - ((to(v) - to(y0)) / (to(y1) - to(y0))) * (height - pad.top - pad.bottom);

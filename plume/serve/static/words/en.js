@@ -5,7 +5,7 @@ export default {
   next: 'Next', write: 'Write', surprise: 'Surprise', attention: 'Attention', layers: 'Layers', masks: 'Masks', tokens: 'Tokens', runs: 'Runs',
   copyLink: 'copy link', copied: 'copied', close: 'Close',
   tokensOf: '{n} / {context} tokens', perplexity: 'perplexity {x}', milliseconds: '{n} ms', engine: [],
-  cannot: 'The server cannot be reached.', keyNeeded: 'This server wants a key.', keySend: 'Use this key', notForModel: 'This view needs {what}; {model} is something else.',
+  opening: 'Asking for the models …', cannot: 'The server cannot be reached.', keyNeeded: 'This server wants a key.', keySend: 'Use this key', notForModel: 'This view needs {what}; {model} is something else.',
   aCausal: 'a model that writes (GPT)', aMasked: 'a model that fills masks (BERT)', aToken: 'a model that predicts tokens',
   tooLong: 'The text is longer than the model’s context of {n} tokens.',
   robot: 'Robot laws', unicorn: 'Unicorns', story: 'A story', beginnings: 'Beginnings:',

@@ -6,7 +6,7 @@ export default {
   copyLink: '复制链接', copied: '已复制', close: '关闭',
   tokensOf: '{n} / {context} 个词元', perplexity: '困惑度 {x}', milliseconds: '{n} 毫秒',
   engine: [['CPU engine', 'CPU 引擎'], [', ', '，'], [/(\w+) weights/, '$1 权重'], [', ', '，'], [/(\d+) threads/, '$1 线程'], [/torch on (\w+)/, 'torch（$1）']],
-  cannot: '无法连接服务器。', keyNeeded: '此服务器需要密钥。', keySend: '使用此密钥', notForModel: '此视图需要{what}，而 {model} 不是。',
+  opening: '正在询问有哪些模型……', cannot: '无法连接服务器。', keyNeeded: '此服务器需要密钥。', keySend: '使用此密钥', notForModel: '此视图需要{what}，而 {model} 不是。',
   aCausal: '会写作的模型（GPT）', aMasked: '会填空的模型（BERT）', aToken: '能预测词元的模型',
   tooLong: '文本超出了模型 {n} 个词元的上下文。',
   robot: '机器人定律', unicorn: '独角兽', story: '一个故事', beginnings: '开头：',
