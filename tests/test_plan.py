@@ -8,8 +8,9 @@ import torch
 
 from plume.cli import main
 from plume.config import PRESETS, PlanConfig, UserError, preset
+from plume.heads import Model
 from plume.model import Transformer
-from plume.plan import activation_floats, plan
+from plume.plan import HARDWARE, activation_floats, plan, plan_ranks
 
 
 @pytest.mark.parametrize("base", ["gpt2", "bert-tiny", "openai-gpt"])
@@ -34,8 +35,6 @@ def test_activation_memory_is_what_autograd_really_saves(base, dropout):
 
 def test_forward_operations_are_what_torch_counts():
     from torch.utils.flop_counter import FlopCounterMode
-
-    from plume.heads import Model
 
     config = replace(preset("gpt2"), layers=2, width=64, heads=4, vocab_size=500, context=64)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -64,3 +63,68 @@ def test_bad_numbers_are_refused():
         plan(PlanConfig(model=PRESETS["gpt2"], length=2000))
     with pytest.raises(UserError, match="tokens=0"):
         plan(PlanConfig(model=PRESETS["gpt2"], tokens=0))
+
+
+# ---- many ranks: what the papers of data, sharded and tensor parallelism say each rank holds and sends
+
+SHAPE = {"layers": 2, "width": 64, "heads": 4, "vocab_size": 500, "context": 32}
+
+
+def planned(**settings):
+    config = PlanConfig(model=replace(preset("gpt2"), **SHAPE), batch=3, tokens=10**9, **settings)
+    sizes = {name: parameter.numel() for name, parameter in Model(config.model).named_parameters()}
+    return plan_ranks(config, plan(config)), sizes, config
+
+
+def test_copies_hold_everything_and_send_gradients_around_a_ring():
+    found, sizes, _ = planned(ranks=8, strategy="ddp")
+    parameters = sum(sizes.values())
+    assert found.resident_bytes == 16 * parameters  # a weight, its gradient and Adam's two means, in float32
+    assert found.gathered_bytes == 0 and found.replicas == 8 and found.tokens_per_step == 8 * 3 * 32
+    assert found.sent_bytes == {"weights": 0, "gradients": int(2 * 7 / 8 * 4 * parameters), "activations": 0}
+
+
+def test_shards_hold_their_part_and_send_weights_twice():
+    found, sizes, _ = planned(ranks=8, strategy="fsdp", accumulate=2)
+    parameters = sum(sizes.values())
+    assert found.resident_bytes == pytest.approx(16 * parameters / 8, abs=16)
+    assert found.sent_bytes["weights"] == int(2 * 2 * 7 / 8 * 2 * parameters)  # both micro-batches, in 16 bits
+    assert found.sent_bytes["gradients"] == int(7 / 8 * 4 * parameters)
+    assert found.tokens_per_step == 8 * 3 * 32 * 2
+
+
+def test_tensor_parallelism_cuts_the_matrices_of_the_blocks():
+    found, sizes, config = planned(ranks=4, strategy="ddp", tensor_parallel=4)
+    cut = sum(
+        size
+        for name, size in sizes.items()
+        if "inner" in name and not name.endswith(("out.bias", "down.bias"))  # the sums' biases are added once, whole
+    )
+    assert found.weight_bytes == 4 * (cut // 4 + sum(sizes.values()) - cut)
+    sums = 2 * 2 * config.model.layers  # after attention and after the MLP, in the forward and in the backward
+    assert found.sent_bytes["activations"] == int(sums * 2 * 3 / 4 * 2 * 3 * 32 * 64)
+    with pytest.raises(UserError, match="tensor_parallel=3 must divide ranks=4 and heads=4"):
+        planned(ranks=4, tensor_parallel=3)
+
+
+def test_a_step_takes_as_long_as_the_slower_of_computing_and_sending():
+    found, sizes, config = planned(ranks=16, strategy="ddp", per_node=8, network_gb=1.0)
+    machine = next(hardware for hardware in HARDWARE if hardware.name == config.hardware)
+    assert found.send_seconds == pytest.approx(2 * 15 / 16 * 4 * sum(sizes.values()) / 1e9)  # over the network
+    operations = plan(config).flops_per_token_training * found.tokens_per_step
+    assert found.compute_seconds == pytest.approx(operations / (16 * machine.teraflops * 1e12 * machine.reached))
+    steps = 10**9 / found.tokens_per_step
+    assert found.run_seconds == pytest.approx(steps * max(found.send_seconds, found.compute_seconds))
+    assert found.run_dollars == pytest.approx(found.run_seconds / 3600 * machine.dollars_per_hour * 16)
+    again, _, _ = planned(ranks=16, strategy="ddp", activation_checkpointing=True)
+    assert again.compute_seconds == pytest.approx(4 / 3 * found.compute_seconds)  # one more forward
+    assert again.activation_bytes < found.activation_bytes
+
+
+def test_the_table_of_many_ranks(capsys):
+    assert main(["plan", "gpt3-175b", "--ranks", "16", "--tensor-parallel", "8", "--tokens", "1000"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for part in ("Each of 2 x 8 ranks (fsdp, A100 80GB)", "which does not fit", "sends activations", "tokens per step"):
+        assert part in shown
+    assert main(["plan", "gpt2", "--ranks", "2", "--hardware", "abacus"]) == 2
+    assert "hardware='abacus' is not known" in capsys.readouterr().err
