@@ -64,6 +64,7 @@ class ShardMaker:
             "number": piece.number,
             "size": piece.size,
             "entries": len(hashes),
+            "going_on": sum(goes_on),
             "tokens": writer.count,
             **counts,
             "left_out": tally.plain(),
@@ -75,7 +76,7 @@ class ShardMaker:
         """Documents that stay, in groups that are worth a call of the tokenizer."""
         group, size = list[Document](), 0
         for document in read_piece(piece, self.config, tally):
-            counts["read"] += 1
+            counts["read"] += not document.goes_on  # what goes on is no document of its own
             counts["characters"] += len(document.text)
             if (reason := self.cleaner.reason(document)) is not None:
                 tally.add(reason, document.where)

@@ -62,7 +62,7 @@ def describe_source(
         "name": name,
         "megabytes": round(sum(pieces[i].size for i in mine) / 1e6, 3),
         "read": sum(results[i].get("read", 0) for i in mine),
-        "kept": sum(results[i]["entries"] - duplicates[i] for i in mine),
+        "kept": sum(results[i]["entries"] - results[i]["going_on"] - duplicates[i] for i in mine),
         "tokens": sum(s.tokens for s in manifest.train if s.source == number),
         "validation_tokens": sum(s.tokens for s in manifest.validation if s.source == number),
         "left_out": tally.plain(),
@@ -84,7 +84,8 @@ def show_report(report: dict[str, Any]) -> Group:
     """The report as tables for a terminal."""
     table = Table(title=f"{report['folder']}: {report['tokens']:,} training tokens", title_justify="left")
     table.add_column("source", overflow="fold")
-    for column in ("MB", "documents", "kept", "tokens", "held out", "share", "epochs"):
+    mixed = len(report["sources"]) > 1 or report["sources"][0]["epochs"] != 1.0  # else both would say all and once
+    for column in ("MB", "documents", "kept", "tokens", "held out", *(("share", "epochs") if mixed else ())):
         table.add_column(column, justify="right", no_wrap=True)
     lost = Table()
     for column in ("left out of", "why", "first at"):
@@ -92,8 +93,8 @@ def show_report(report: dict[str, Any]) -> Group:
     lost.add_column("documents", justify="right", no_wrap=True)
     for s in report["sources"]:
         note = " (weight 0: not read)" if s["share"] == 0 else ""
-        cells = [f"{s[k]:,}" for k in ("megabytes", "read", "kept", "tokens", "validation_tokens")]
-        table.add_row(s["name"] + note, *cells, f"{s['share']:.1%}", f"{s['epochs']:.2f}")
+        cells = [f"{s['megabytes']:,.1f}", *(f"{s[k]:,}" for k in ("read", "kept", "tokens", "validation_tokens"))]
+        table.add_row(s["name"] + note, *cells, *((f"{s['share']:.1%}", f"{s['epochs']:.2f}") if mixed else ()))
         for reason, found in s["left_out"].items():
             lost.add_row(s["name"], reason, found["first"], f"{found['count']:,}")
     return Group(table, lost) if lost.row_count else Group(table)

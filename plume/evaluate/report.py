@@ -253,7 +253,11 @@ def scores(report: Report, axes: Any) -> bool:
         return False
     values = [t.score() for t in shown]
     errors = [0.0 if v.stderr is None else 1.96 * v.stderr for v in values]
-    axes.barh([f"{t.first.task} ({t.first.headline})" for t in shown], [v.value for v in values], xerr=errors)
+    names = [f"{t.first.task} ({t.first.headline})" for t in shown]
+    axes.barh(names, [v.value for v in values], xerr=errors)
+    axes.plot(
+        [v.value for v in values], names, "o", color="black", markersize=3, clip_on=False
+    )  # a score of 0 shows too
     axes.invert_yaxis()
     axes.set_xlim(min(0.0, *(v.value for v in values)) if len(values) > 1 else 0.0, 1.0)
     axes.set_xlabel("score, with its 95 % interval")

@@ -120,6 +120,8 @@ def draw(sizes: Sequence[Size], folder: Path) -> list[str]:
     def log_axes(axes: Any, label: str) -> bool:
         axes.set_xscale("log")
         axes.set_yscale("log")
+        for which in ("major", "minor"):  # losses differ too little for powers of ten
+            getattr(axes.yaxis, f"set_{which}_formatter")("{x:.3g}")
         axes.set_xlabel(label)
         axes.set_ylabel("loss (nats per token)")
         axes.grid(alpha=0.3, which="both")

@@ -143,7 +143,7 @@ class Progress:
         if self.checked or floor is None or step < by:
             return
         self.checked = True
-        if self.last_part >= floor:
+        if self.last_part >= floor and self.last_part != self.first_part:  # from one line no trend can be told
             self.say(self.diagnosis(step, floor))
 
     def diagnosis(self, step: int, floor: float) -> str:

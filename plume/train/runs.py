@@ -200,7 +200,9 @@ def plot_runs(folders: Sequence[Path], file: Path) -> Path | None:
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             if points:
                 label = f"{name} {'validation' if key == 'validation_loss' else 'training'}"
+                style = style if len(points) > 1 else "o"  # a line needs two
                 axes.plot(*zip(*points, strict=True), style, alpha=alpha, color=f"C{index}", markersize=3, label=label)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)

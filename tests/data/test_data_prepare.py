@@ -233,6 +233,19 @@ def test_a_dead_worker_is_reported(tmp_path, whole, monkeypatch):
         prepare(replace(whole, folder=tmp_path / "out", workers=2))
 
 
+def test_a_long_text_is_one_document_in_a_table_that_fits(tmp_path, tokenizer):
+    """It is cut into pieces of a shard's size, which are no documents of their own."""
+    file = tmp_path / "my_first_book.txt"
+    file.write_text("a line of a long book\n" * 120_000)
+    config = DataConfig(paths=(str(file),), folder=tmp_path / "out", tokenizer=tokenizer, shard_mb=1, workers=1)
+    report = prepare(config).report
+    (source,) = report["sources"]
+    assert (source["read"], source["kept"]) == (1, 1)
+    screen = Console(width=80, file=io.StringIO())
+    screen.print(show_report({**report, "sources": [{**source, "name": file.name, "tokens": 26_678_042}]}))
+    assert file.name in screen.file.getvalue()
+
+
 def test_two_at_once_wait_for_each_other(tmp_path, whole):
     folder = tmp_path / "out"
     script = f"""

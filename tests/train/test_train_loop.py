@@ -294,6 +294,8 @@ def test_a_file_that_cannot_grow_is_told_by_its_cause(tmp_path: Path) -> None:
 def test_sanity_gate_tells_when_nothing_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     toy_trainer(tmp_path / "bad", replace(CONFIG, lr=1e-9), floor=1.0).run(resume=False)
     assert "token frequencies alone give 1.000" in capsys.readouterr().err
+    toy_trainer(tmp_path / "short", replace(CONFIG, steps=2, log_every=2), floor=1.0).run(resume=False)
+    assert "token frequencies" not in capsys.readouterr().err  # one line shows no trend
     toy_trainer(tmp_path / "good", CONFIG, floor=100.0).run(resume=False)
     assert "token frequencies" not in capsys.readouterr().err
 

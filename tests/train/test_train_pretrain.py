@@ -237,6 +237,17 @@ def test_runs_of_other_kinds_are_compared_with_their_own(
     assert "None" not in capsys.readouterr().out
 
 
+def test_a_run_with_one_line_is_a_dot_at_a_whole_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("plume.train.runs.save_figure", lambda figure, file: drawn.append(figure))
+    fake_run(tmp_path / "short", 1, 2.0)
+    (tmp_path / "short" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    plot_runs([tmp_path / "short"], tmp_path / "short.png")
+    (axes,) = drawn[0].axes
+    assert all(line.get_marker() == "o" for line in axes.lines)
+    assert all(float(place).is_integer() for place in axes.get_xticks())
+
+
 def test_differences_are_told_in_words() -> None:
     old, new = {"train": {"lr": 0.1}}, {"train": {"lr": 0.2, "clip": math.inf}}
     assert list(differences_of(old, new).values()) == [
