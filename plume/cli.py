@@ -142,7 +142,9 @@ def finetune(*words: Words, as_json: Json = False) -> None:
     plots are written into FOLDER.
     """
     wanted = settings(config.FinetuneConfig, words, "model")
+    from plume.generate.lm import how_to_ask
     from plume.generate.translating import finetune as run
+    from plume.weights import read_config
 
     result = run(wanted)
     if as_json:
@@ -152,6 +154,7 @@ def finetune(*words: Words, as_json: Json = False) -> None:
         spread = f"from {about['lowest']:.4f} to {about['highest']:.4f} over {len(result.seeds)} seeds"
         tell(f"validation {result.metric}: median {about['median']:.4f}, {spread}")
         tell(f"wrote {wanted.folder / 'report.md'} and {result.model}")
+        tell(how_to_ask(read_config(result.model).head, str(wanted.folder)))
 
 
 @app.command

@@ -90,8 +90,10 @@ def answer(lm: LM, prompt: str | None, sampling: SamplingConfig, out: TextIO) ->
                 text += piece
                 out.write(piece)
                 out.flush()
-        finally:
-            out.write("\n")  # also when it was interrupted, so that what is said next has its own line
+        except BaseException:
+            out.write("\n" * bool(text))  # so that what is said next has its own line
+            raise
+        out.write("\n")
         return text
     first = lm.generate(prompt, sampling)
     return _show_all(list(first.samples) or [first], out)

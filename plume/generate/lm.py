@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -31,6 +32,23 @@ if TYPE_CHECKING:
     from plume.train.predict import Answer, Choice, Label, Predictor, TaggedWord
 
 Prompt = str | Sequence[int] | None  # text, token ids, or None for the start token
+
+CALLS = {  # how a model with this head is asked
+    "next-token": 'generate("...")',
+    "masked-token": 'fill_mask("... [MASK] ...")',
+    "pretraining": 'fill_mask("... [MASK] ...")',
+    "classify": 'classify(["..."])',
+    "similarity": 'similarity(["..."], ["..."])',
+    "choose": 'choose("...", ["...", "..."])',
+    "tag": 'tag(["..."])',
+    "span": 'answer(question="...", context="...")',
+    "bare": 'embed(["..."])',
+}
+
+
+def how_to_ask(head: str, place: str) -> str:
+    """Where a model answers, and with which words in Python."""
+    return f"ask it in Python: plume.load({place!r}).{CALLS[head]}, or over HTTP: plume serve {shlex.quote(place)}"
 
 
 class LM:
@@ -164,7 +182,10 @@ class LM:
 
     def _check_writes(self) -> None:
         if self.head != "next-token":
-            raise UserError(f"this model has a {self.head} head and does not write text")
+            place = "MODEL" if self.folder is None else str(self.folder)
+            raise UserError(
+                f"this model has a {self.head} head and does not write text; {how_to_ask(self.head, place)}"
+            )
         if self.config.decoder_layers:
             raise UserError("this model answers to a source text: use translate")
 

@@ -9,6 +9,8 @@ import pytest
 from plume.cli import main
 from plume.config import SamplingConfig, UserError
 from plume.generate.command import Conversation, answer, configure
+from plume.generate.lm import CALLS, LM, how_to_ask
+from plume.heads import HEADS
 
 
 def test_one_prompt_is_streamed(trained_folder, capsys):
@@ -126,7 +128,24 @@ def test_an_interrupted_answer_ends_its_line():
             yield "Once"
             raise KeyboardInterrupt
 
-    out = io.StringIO()
+        def refuse(self, prompt, sampling):
+            raise UserError("the prompt is empty")
+            yield
+
+    out, refused = io.StringIO(), Stopped()
     with pytest.raises(KeyboardInterrupt):
         answer(Stopped(), "", SamplingConfig(), out)
     assert out.getvalue() == "Once\n"
+    refused.stream = refused.refuse
+    with pytest.raises(UserError):
+        answer(refused, "", SamplingConfig(), out)
+    assert out.getvalue() == "Once\n"  # where nothing was written, no line needs to end
+
+
+def test_every_head_says_how_it_is_asked():
+    """A model that does not write answers otherwise, and each way is a method that there is."""
+    assert CALLS.keys() == HEADS.keys()
+    for head, call in CALLS.items():
+        assert callable(getattr(LM, call.partition("(")[0])), head
+        assert f"plume.load('my runs/a').{call}" in how_to_ask(head, "my runs/a")
+        assert "plume serve 'my runs/a'" in how_to_ask(head, "my runs/a")
