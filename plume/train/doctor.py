@@ -128,12 +128,13 @@ def diagnose(everyone: list[Health], dead: list[int], seconds: float | None) -> 
 
 def show_diagnosis(found: Diagnosis) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console()
     console.print(f"Python {found.python}, torch {found.torch}", highlight=False)
     speed = "\nGFLOP/s"
-    table = Table("rank", "host", "device", "memory", "threads", f"float32{speed}", f"bfloat16{speed}", "precision")
+    titles = ("rank", "host", "device", "memory", "threads", f"float32{speed}", f"bfloat16{speed}", "precision")
+    table = Table(*(Column(title, overflow="fold") for title in titles))
     for health in found.ranks:
         speeds = [f"{rate / 1e9:,.0f}" for rate in (health.float32, health.bfloat16)]
         memory = f"{health.memory_gb} GiB"

@@ -151,9 +151,10 @@ def differences(runs: Sequence[RunInfo]) -> dict[str, list[Any]]:
 def show_runs(runs: Sequence[RunInfo]) -> None:
     """A table of runs on the console."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("run", "step", "loss", "validation", "tokens", "minutes", "model")
+    titles = ("run", "step", "loss", "validation", "tokens", "minutes", "model")
+    table = Table(*(Column(title, overflow="fold") for title in titles))  # a number must not lose digits
     for run in runs:
         table.add_row(
             run.name,
@@ -170,10 +171,10 @@ def show_runs(runs: Sequence[RunInfo]) -> None:
 def show_comparison(runs: Sequence[RunInfo]) -> None:
     """What differs between runs, and what came of it."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("setting", *(run.name for run in runs))
-    table.columns[0].no_wrap = True  # its name in full; values may take several lines
+    values_fold = (Column(run.name, overflow="fold") for run in runs)
+    table = Table(Column("setting", no_wrap=True), *values_fold)  # its name in full; values may take several lines
     for name, values in differences(runs).items():
         table.add_row(name, *("" if value is None else str(value) for value in values))
     table.add_section()

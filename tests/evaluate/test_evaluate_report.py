@@ -3,12 +3,15 @@
 import itertools
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +24,8 @@ from plume.evaluate import evaluate, metrics
 from plume.evaluate.compare import compare, mcnemar, sign_flips
 from plume.evaluate.contamination import found_in, runs_of
 from plume.evaluate.published import published
-from plume.evaluate.report import read_report
+from plume.evaluate.report import picture, read_report, scores
+from plume.evaluate.scaling import Size, draw
 
 
 def run(folder, out, *tasks, **more):
@@ -290,6 +294,37 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
         assert (one["name"], one["tokens"]) == (other["name"], other["tokens"])
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert one["validation"] == pytest.approx(other["validation"], rel=1e-4)
+
+
+def drawn_by(monkeypatch, module, draw):
+    """The axes of what would be saved."""
+    figures = []
+    monkeypatch.setattr(f"plume.evaluate.{module}", lambda figure, file: figures.append(figure))
+    draw()
+    return [figure.axes[0] for figure in figures]
+
+
+def test_losses_of_a_sweep_are_plain_numbers(tmp_path, monkeypatch):
+    """They differ by little, so powers of ten would all be the same."""
+    sizes = [
+        Size(name=f"{n}x32", parameters=n * 40_000, tokens=100, compute=n * 1e9, loss=6.0 - n / 5, validation=None,
+             seconds=1.0, curve=[])
+        for n in (1, 2)
+    ]  # fmt: skip
+    for axes in drawn_by(monkeypatch, "report.save_figure", lambda: draw(sizes, tmp_path)):
+        axes.figure.canvas.draw()
+        labels = [label.get_text() for label in axes.get_yticklabels(which="both")]
+        assert labels and all(re.fullmatch(r"[\d.]*", label) for label in labels), labels
+
+
+def test_a_score_of_zero_can_be_seen(monkeypatch, tmp_path):
+    value = SimpleNamespace(value=0.0, stderr=0.0)
+    task = SimpleNamespace(first=SimpleNamespace(task="mine", headline="acc"), score=lambda: value)
+    report = SimpleNamespace(tasks=[task])
+    (axes,) = drawn_by(
+        monkeypatch, "report.save_figure", lambda: picture(tmp_path / "scores.png", partial(scores, report))
+    )
+    assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"] == [0.0]
 
 
 def test_a_sweep_trains_each_size_once(tmp_path, capsys):

@@ -233,8 +233,10 @@ def test_runs_of_other_kinds_are_compared_with_their_own(
     assert main(["runs", str(tmp_path), "--compare"]) == 0
     shown = capsys.readouterr().out
     assert "train.muon_weight_decay" in shown and not any(word in shown for word in ("epochs", "task.train", "…"))
+    monkeypatch.setenv("COLUMNS", "40")
     assert main(["runs", str(tmp_path)]) == 0
-    assert "None" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "None" not in shown and "…" not in shown
 
 
 def test_a_run_with_one_line_is_a_dot_at_a_whole_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
