@@ -125,18 +125,22 @@ class Trainer:
                 self.seconds = before + time.perf_counter() - began
                 self.stop |= self.asked and not self.ranks.many
                 self.between()
-        finished = self.done
-        if not finished:
+        if self.done:
+            self.choose_weights()
+        else:
             self.progress.say(f"stopped after step {self.step}, as asked; --resume goes on from here")
         loss = self.progress.last_loss
-        if finished and self.config.keep_best and self.best is not None and self.best[1] != self.step:
-            self.checkpoints.load(self.best[1], self.tensors())
-            self.progress.say(f"the weights of step {self.best[1]} are the best in validation: they are kept")
-        if finished and self.config.average > 1:
-            self.average_weights()
         best_step = None if self.best is None else self.best[1]
         validation = None if self.best is None else self.best[0] if self.config.keep_best else self.validation
-        return Outcome(self.step, finished, loss, validation, best_step, self.tokens, self.seconds)
+        return Outcome(self.step, self.done, loss, validation, best_step, self.tokens, self.seconds)
+
+    def choose_weights(self) -> None:
+        """At the end: those of the best step, the mean of several steps, or simply the last."""
+        if self.config.keep_best and self.best is not None and self.best[1] != self.step:
+            self.checkpoints.load(self.best[1], self.tensors())
+            self.progress.say(f"the weights of step {self.best[1]} are the best in validation: they are kept")
+        if self.config.average > 1:
+            self.average_weights()
 
     @property
     def done(self) -> bool:
@@ -144,22 +148,19 @@ class Trainer:
 
     def between(self) -> None:
         """After an update: log, validate, show samples, save; each when it is due."""
-        config, last = self.config, self.step >= self.config.steps
+        config = self.config
         often = max(1, config.steps // 10) if config.validate_every is None else config.validate_every
-        every = {
-            "validate": often,
-            "sample": often if config.sample_every is None else config.sample_every,
-            "save": often if config.checkpoint_every is None else config.checkpoint_every,
-        }
-        if self.step % config.log_every == 0 or last:
+        if self.due(config.log_every):
             self.log()
-        improved = False
-        if self.task.validation is not None and (self.step % every["validate"] == 0 or last):
-            improved = self.validate()
-        if self.task.sample is not None and not self.distributed.sharded and (self.step % every["sample"] == 0 or last):
+        improved = self.task.validation is not None and self.due(often) and self.validate()
+        if self.task.sample is not None and not self.distributed.sharded and self.due(config.sample_every, often):
             self.show_sample()
-        if self.step % every["save"] == 0 or self.done or self.stop or (improved and config.keep_best):
+        if self.due(config.checkpoint_every, often) or self.early or self.stop or (improved and config.keep_best):
             self.save()
+
+    def due(self, every: int | None, otherwise: int = 1) -> bool:
+        """Whether this step is one of every so many, or the last."""
+        return self.step % (otherwise if every is None else every) == 0 or self.step >= self.config.steps
 
     # -- one update
 
