@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from collections import Counter
@@ -19,6 +20,8 @@ from plume.config import (
     TrainConfig,
     UserError,
 )
+from plume.config.screen import harmless
+from plume.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,7 +62,7 @@ def settings(config: DemoConfig) -> PretrainConfig:
     """A recipe cut to the text's size and the machine's speed."""
     paths = config.text if config.text else ("python:stdlib",)
     model = PRESETS["gpt2-laptop"]
-    room = max(text_bytes(paths) // BYTES_PER_TABLE_ROW, 256 + 2 * wide_letters(config.text))
+    room = max(text_bytes(paths) // BYTES_PER_TABLE_ROW, 256 + 2 * wide_letters(config))
     vocab_size = max(512, min(model.vocab_size, room // 256 * 256))
     model = replace(model, vocab_size=vocab_size)
     seconds_per_step = measure_step(model, BATCH)
@@ -73,6 +76,7 @@ def settings(config: DemoConfig) -> PretrainConfig:
         data=DataConfig(
             paths=paths,
             folder=config.folder / "data",
+            encoding=config.encoding,
             tokenizer=TokenizerConfig(kind="byte-bpe", vocab_size=vocab_size),
             validation_share=0.05 if config.text else 0.02,
             overwrite=True,
@@ -107,15 +111,16 @@ def text_bytes(paths: tuple[str, ...]) -> int:
     return size
 
 
-def wide_letters(paths: tuple[str, ...]) -> int:
+def wide_letters(config: DemoConfig) -> int:
     """Letters of several bytes that are frequent, as Chinese has thousands: without a token each would be torn."""
-    if not paths:
+    if not config.text:
         return 0  # Python's source has hardly any
     from plume.data.readers import read_documents
     from plume.data.rows import Tally
 
     seen, read = Counter[str](), 0
-    for document in read_documents(DataConfig(paths=paths, folder=Path()), Tally()):
+    texts = DataConfig(paths=config.text, folder=Path(), encoding=config.encoding)
+    for document in read_documents(texts, Tally()):
         part = document.text[: LETTERS_READ - read]
         seen.update(part)
         read += len(part)
@@ -154,7 +159,7 @@ def show_losses(console: Console, result: RunResult) -> None:
     losses = {"nothing (uniform)": result.uniform, "how frequent each token is (unigram)": result.unigram}
     losses["what came before (this one)"] = result.outcome.loss if validation is None else validation
     for name, loss in losses.items():
-        table.add_row(name, f"{loss:.3f}", f"{2.718281828459045**loss:,.1f}")
+        table.add_row(name, f"{loss:.3f}", f"{math.exp(loss):,.1f}")
     console.print(table)
 
 
@@ -170,9 +175,10 @@ def show_samples(console: Console, config: DemoConfig, folder: Path) -> None:
         written = lm.generate(prompt, max_new_tokens=120, temperature=0.8, top_k=40, seed=config.seed + number)
         given = "" if prompt is None else prompt
         pages.append(given + written.text)
-        page = Text(given, style="bold") + Text(written.text)
+        page = Text(given, style="bold") + Text(harmless(written.text))
         console.print(Panel(page, title=f"sample, seed {config.seed + number}", title_align="left"))
-    (folder.parent / "samples.md").write_text("".join(f"```\n{page}\n```\n\n" for page in pages), encoding="utf-8")
+    lm.close()
+    write_text(folder.parent / "samples.md", "".join(f"```\n{page}\n```\n\n" for page in pages))
 
 
 def show_next(console: Console, result: RunResult) -> None:

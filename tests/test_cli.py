@@ -12,9 +12,19 @@ import pytest
 from families import FAMILIES, random_model
 
 from plume.cli import app, main, settings
-from plume.config import DistillConfig, FinetuneConfig, PretrainConfig, build, describe, read_recipe, trained_like
-from plume.config.screen import tell
+from plume.config import (
+    DistillConfig,
+    FinetuneConfig,
+    PretrainConfig,
+    SamplingConfig,
+    build,
+    describe,
+    read_recipe,
+    trained_like,
+)
+from plume.config.screen import shown, tell
 from plume.config.verbs import VERBS
+from plume.generate.command import answer
 from plume.train.pretrain import plain
 from plume.train.runs import write_recipe
 from plume.weights import save_model
@@ -180,11 +190,23 @@ def test_a_student_learns_as_its_teacher_did(run_folder):
 # ---- what a person sees
 
 
-def test_lines_end_between_words_on_a_terminal_and_stay_whole_in_a_file(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
+
+def test_a_terminal_does_not_obey_what_a_model_writes():
+    """An escape could clear the screen or rename the window; in a file every character stays."""
+    text = "one\x1b[2Jtwo\x07\r\x7f\x9b\n\tthree 中"
+    assert shown(text, io.StringIO()) == text
+    assert shown(text, Terminal()) == "one␛[2Jtwo␇␍␡\ufffd\n\tthree 中"
+    lm = SimpleNamespace(config=SimpleNamespace(decoder_layers=0), stream=lambda *_: iter(["a\x1b", "[2J"]))
+    for out, said in ((Terminal(), "a␛[2J\n"), (io.StringIO(), "a\x1b[2J\n")):
+        answer(lm, "", SamplingConfig(), out)
+        assert out.getvalue() == said
+
+
+def test_lines_end_between_words_on_a_terminal_and_stay_whole_in_a_file(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
     text = "there is no recipe [gpt3] :smile: for 12 things; did you mean another, perhaps a longer one?"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from plume.config.errors import UserError
+from plume.config.errors import UserError, check_encoding
 from plume.config.model import ModelConfig
 
 
@@ -35,6 +35,7 @@ class DemoConfig:
     """A first model, in a few minutes."""
 
     text: tuple[str, ...] = ()  # files, folders or globs; unset means Python's own standard library
+    encoding: str = "utf-8"  # of the text; others are gb18030, latin-1, utf-16, ...
     folder: Path = Path("runs/demo")  # of the run: model/, metrics.jsonl, loss.png, samples.md
     minutes: float = 2.0  # of training
     seed: int = 1  # of weights, batches and samples
@@ -42,3 +43,4 @@ class DemoConfig:
     def __post_init__(self) -> None:
         if not self.minutes > 0:
             raise UserError(f"minutes={self.minutes} must be above 0, for example 2")
+        check_encoding(self.encoding)

@@ -20,6 +20,7 @@ from plume.config import (
     parse_overrides,
     with_overrides,
 )
+from plume.config.screen import shown
 from plume.files import write_text
 from plume.generate.continuation import Generation
 from plume.generate.lm import LM, best_of
@@ -88,7 +89,7 @@ def answer(lm: LM, prompt: str | None, sampling: SamplingConfig, out: TextIO) ->
         try:
             for piece in lm.stream(prompt, sampling):
                 text += piece
-                out.write(piece)
+                out.write(shown(piece, out))
                 out.flush()
         except BaseException:
             out.write("\n" * bool(text))  # so that what is said next has its own line
@@ -101,7 +102,7 @@ def answer(lm: LM, prompt: str | None, sampling: SamplingConfig, out: TextIO) ->
 
 def _show_all(results: list[Generation], out: TextIO) -> str:
     for number, result in enumerate(results):
-        out.write(f"--- {number + 1} ---\n" * (len(results) > 1) + result.text + "\n")
+        out.write(f"--- {number + 1} ---\n" * (len(results) > 1) + shown(result.text, out) + "\n")
     return results[0].text
 
 

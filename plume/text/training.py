@@ -71,7 +71,7 @@ def read_blocks(file: Path) -> Iterator[str]:
                 *parts, rest = cut(rest + block, BLOCK_CHARACTERS // 4)
                 yield from parts
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 text: {error.reason}") from None
+        raise UserError(f"{file} is not UTF-8 text: {error.reason}; iconv can turn it into that") from None
     if rest:
         yield rest
 

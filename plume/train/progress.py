@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from plume.config import TrainConfig, UserError
-from plume.config.screen import tell
+from plume.config.screen import harmless, tell
 from plume.files import room_on_disk, write_rows
 from plume.train.ranks import Ranks
 from plume.train.runs import METRICS, SAMPLES, read_metrics
@@ -67,7 +67,7 @@ class Progress:
         if not self.ranks.main:
             return
         if self.bar is not None:
-            self.bar.console.print(text, highlight=False, markup=False, emoji=False)
+            self.bar.console.print(harmless(text), highlight=False, markup=False, emoji=False)
         else:
             tell(text, sys.stderr)
 
