@@ -457,6 +457,23 @@ def test_the_tab_of_the_view_is_in_sight_on_a_phone(browser, site):
     visit.close()
 
 
+@pytest.mark.parametrize("width", [360, 1200, 1280])
+def test_the_page_does_not_jump_while_it_fills(browser, site, width):
+    """As browsers count it: what moved, by how far, without the reader having done anything."""
+    visit = Visit(browser, site, viewport={"width": width, "height": 740})
+    visit.page.add_init_script(
+        """window.jumps = []; new PerformanceObserver((list) => list.getEntries().forEach((entry) => {
+            if (!entry.hadRecentInput) jumps.push(entry.value);
+        })).observe({ type: 'layout-shift', buffered: true })"""
+    )
+    for view in ("next", "surprise", "layers", "tokens"):
+        visit.page.goto("about:blank")
+        visit.open(view, text="robot")
+        moved = visit.page.evaluate("jumps.reduce((sum, value) => sum + value, 0)")
+        assert moved < 0.05, f"{view} moved by {moved:.3f}"
+    visit.close()
+
+
 def test_a_wait_for_the_models_is_said(visit):
     """Counting weights takes a moment at first, and an empty page would look broken."""
     waiting = []
