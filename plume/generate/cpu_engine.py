@@ -15,7 +15,7 @@ from plume.config import UserError
 from plume.generate import kernels
 from plume.generate.engine import Feed, Logits
 from plume.generate.kernels import GELU, GELU_TANH, RELU, Shape
-from plume.generate.layout import LANES, padded
+from plume.generate.layout import HEADER, LANES, PANEL, padded
 from plume.generate.pack import Packed, aligned
 
 PATIENCE = 200_000  # rounds that a helper waits for the next step before it sleeps: a few milliseconds
@@ -73,11 +73,13 @@ class CpuEngine:
         private = 2 * (strides["width_stride"] + strides["codes_stride"])
         private += kernels.MANY * (strides["scores_stride"] + (head_blocks * LANES + 1) * 4)
         private_bytes = -(-private // 4096) * 4096 + 192
+        panel_bytes = HEADER + max(c.width, c.mlp_width) * PANEL * 4
         owners = self.slots * c.layers * c.heads
         sizes = {
             **dict.fromkeys(("x", "act", "mixed"), rows * strides["width_stride"]),
             **{name: rows * strides[f"{name}_stride"] for name in ("codes", "qkv", "middle", "middle_codes", "logits")},
             "private": self.threads * private_bytes,
+            "panels": self.threads * panel_bytes,
             "keys": owners * capacity * c.head_width * 4,
             "values": owners * capacity * head_blocks * LANES * 4,
         }
@@ -96,6 +98,7 @@ class CpuEngine:
             capacity=capacity,
             threads=self.threads,
             private_bytes=private_bytes,
+            panel_bytes=panel_bytes,
             **strides,
             **{name: block.ctypes.data for name, block in self._memory.items()},
         )

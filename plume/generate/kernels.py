@@ -14,7 +14,7 @@ from numba import carray, njit, types
 
 from plume.generate import lanes
 from plume.generate.lanes import SIGNED_DOT
-from plume.generate.layout import GROUP, LANES, PANEL
+from plume.generate.layout import FIXED, GROUP, HEADER, LANES, PANEL
 
 Code = TypeVar("Code", bound=Callable[..., Any])
 
@@ -57,6 +57,8 @@ class Shape(NamedTuple):
     logits: int
     private: int
     private_bytes: int
+    panels: int  # each thread's unpacked one
+    panel_bytes: int
     keys: int
     values: int
     width_stride: int  # row lengths of the working memory
@@ -69,15 +71,13 @@ class Shape(NamedTuple):
     scores_stride: int
 
 
-_tiles_float = {n: lanes.float_tile(n, 1, 2) for n in (1, 2, 3, 4, 8, 12)}
-_tiles_int8 = {n: lanes.int8_tile(n, 1) for n in (1, 2, 3, 4, 8, 12)}
-float_1, float_2, float_3, float_4, float_8, float_12 = _tiles_float.values()
-int8_1, int8_2, int8_3, int8_4, int8_8, int8_12 = _tiles_int8.values()
-float_1x4, int8_1x4 = lanes.float_tile(1, 4, 2), lanes.int8_tile(1, 4)
-WIDE = lanes.WIDE
-FEW, MANY = 4, 12 if WIDE else 3  # neighbouring queries that attend together
+fixed_rows, scaled_rows, int8_rows = (
+    lanes.panel_times_rows(kind) for kind in (lanes.fixed_tile, lanes.scaled_tile, lanes.int8_tile)
+)
+fixed_1x4, int8_1x4 = lanes.tile(lanes.fixed_tile(1, 4)), lanes.tile(lanes.int8_tile(1, 4))
+FEW, MANY = 4, lanes.TOGETHER[0]  # neighbouring queries that attend together
 mix_1, mix_1x4, mix_few, mix_few_2, mix_many, mix_many_2 = (
-    lanes.float_tile(q, p, 1) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, 2))
+    lanes.tile(lanes.float_tile(q, p)) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, 2))
 )
 
 if sys.platform == "win32":
@@ -195,74 +195,42 @@ def quantise(source: int, width: int, row: int, depth: int, first: int, last: in
 @compiled
 def multiply(
     int8: int, weights: int, depth: int, panels: int, until: int, values: int, stride: int, rows: int, bias: int,
-    out: int, out_stride: int,
+    out: int, out_stride: int, memory: int,
 ) -> None:  # fmt: skip
     """Weight panels panels..until times all rows, each panel read from memory once."""
-    size = depth // GROUP * (2 * PANEL + GROUP * PANEL) if int8 else depth * PANEL * 4
-    steps = depth // GROUP if int8 else depth
+    size = depth // GROUP * (2 * PANEL + GROUP * PANEL) if int8 else HEADER + depth * FIXED
     p = panels
     while p < until:
         at, to, start = weights + p * size, out + p * PANEL * 4, 0 if bias == 0 else bias + p * PANEL * 4
         if rows == 1 and p + 4 <= until:
             if int8:
-                int8_1x4(at, size, values, stride, start, to, out_stride, steps)
+                int8_1x4(at, size, values, stride, start, to, out_stride, depth // GROUP)
             else:
-                float_1x4(at, size, values, stride, start, to, out_stride, steps)
+                fixed_1x4(at, size, values, stride, start, to, out_stride, depth)
             p += 4
             continue
-        m = 0
-        while m < rows:
-            v, o, left = values + m * stride, to + m * out_stride, rows - m
-            if int8:
-                m += int8_rows(at, size, v, stride, start, o, out_stride, steps, left)
-            else:
-                m += float_rows(at, size, v, stride, start, o, out_stride, steps, left)
+        if int8:
+            int8_rows(at, values, stride, start, to, out_stride, depth // GROUP, rows)
+        elif rows <= MANY:
+            fixed_rows(at, values, stride, start, to, out_stride, depth, rows)
+        else:
+            unpack(at, depth, memory)
+            scaled_rows(memory, values, stride, start, to, out_stride, depth, rows)
         p += 1
 
 
 @compiled
-def float_rows(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int, left: int) -> int:
-    """The largest tile that is no larger than the rows left; returns how many it took."""
-    if WIDE:
-        if left >= 12:
-            float_12(a, b, c, d, e, f, g, h)
-            return 12
-        if left >= 8:
-            float_8(a, b, c, d, e, f, g, h)
-            return 8
-        if left >= 4:
-            float_4(a, b, c, d, e, f, g, h)
-            return 4
-    elif left >= 3:
-        float_3(a, b, c, d, e, f, g, h)
-        return 3
-    if left >= 2:
-        float_2(a, b, c, d, e, f, g, h)
-        return 2
-    float_1(a, b, c, d, e, f, g, h)
-    return 1
-
-
-@compiled
-def int8_rows(a: int, b: int, c: int, d: int, e: int, f: int, g: int, h: int, left: int) -> int:
-    if WIDE:
-        if left >= 12:
-            int8_12(a, b, c, d, e, f, g, h)
-            return 12
-        if left >= 8:
-            int8_8(a, b, c, d, e, f, g, h)
-            return 8
-        if left >= 4:
-            int8_4(a, b, c, d, e, f, g, h)
-            return 4
-    elif left >= 3:
-        int8_3(a, b, c, d, e, f, g, h)
-        return 3
-    if left >= 2:
-        int8_2(a, b, c, d, e, f, g, h)
-        return 2
-    int8_1(a, b, c, d, e, f, g, h)
-    return 1
+def unpack(panel: int, depth: int, out: int) -> None:
+    """A float panel with its whole numbers as floats, which many rows then share."""
+    scales, copies = carray(lanes.floats_at(panel), (PANEL,)), carray(lanes.floats_at(out), (PANEL,))
+    for i in range(PANEL):
+        copies[i] = scales[i]
+    for k in range(depth):
+        at = panel + HEADER + k * FIXED
+        high, low = carray(lanes.shorts_at(at), (PANEL,)), carray(lanes.unsigned_bytes_at(at + 2 * PANEL), (PANEL,))
+        numbers = carray(lanes.floats_at(out + HEADER + k * PANEL * 4), (PANEL,))
+        for i in range(PANEL):
+            numbers[i] = np.float32(np.int32(high[i]) * np.int32(256) + np.int32(low[i]))
 
 
 @compiled
@@ -287,9 +255,13 @@ def embed(shape: Shape, table: Any, token: int, position: int, out: int) -> None
     factor, row = places[0], 1 + position * width
     panel, lane = token // PANEL, token % PANEL
     if not shape.int8:
-        weights = carray(lanes.floats_at(at + panel * width * PANEL * 4), (width * PANEL,))
+        at += panel * (HEADER + width * FIXED)
+        scale = carray(lanes.floats_at(at), (PANEL,))[lane] * factor
         for i in range(width):
-            x[i] = weights[i * PANEL + lane] * factor + places[row + i]
+            column = at + HEADER + i * FIXED
+            high = carray(lanes.shorts_at(column), (PANEL,))[lane]
+            low = carray(lanes.unsigned_bytes_at(column + 2 * PANEL), (PANEL,))[lane]
+            x[i] = np.float32(np.int32(high) * np.int32(256) + np.int32(low)) * scale + places[row + i]
         return
     group_bytes = 2 * PANEL + GROUP * PANEL
     at += panel * (padded(width) // GROUP) * group_bytes
@@ -448,6 +420,7 @@ def forward(
     alone = rows <= 2  # then each thread prepares all rows for itself, which is cheaper than meeting
     own = shape.private + thread * shape.private_bytes
     memory = own + 2 * (shape.width_stride + shape.codes_stride)
+    panel = shape.panels + thread * shape.panel_bytes
     act = own if alone else shape.act
     codes = own + 2 * shape.width_stride if alone else shape.codes
     low, high = (0, rows) if alone else (rows * thread // threads, rows * (thread + 1) // threads)
@@ -464,7 +437,9 @@ def forward(
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(3 * width, thread, threads)
-        multiply(int8, at[QKV], depth, begin, end, values, stride, rows, at[QKV_BIAS], shape.qkv, shape.qkv_stride)
+        multiply(
+            int8, at[QKV], depth, begin, end, values, stride, rows, at[QKV_BIAS], shape.qkv, shape.qkv_stride, panel
+        )
         meetings = meet(job, threads, meetings)
         attention(shape, layer, thread, slots, positions, rows, memory)
         meetings = meet(job, threads, meetings)
@@ -478,7 +453,18 @@ def forward(
         begin, end = share(width, thread, threads)
         # the projection's result goes where the queries were: nobody needs them any more
         multiply(
-            int8, at[OUT], depth, begin, end, mixed, mixed_stride, rows, at[OUT_BIAS], shape.qkv, shape.width_stride
+            int8,
+            at[OUT],
+            depth,
+            begin,
+            end,
+            mixed,
+            mixed_stride,
+            rows,
+            at[OUT_BIAS],
+            shape.qkv,
+            shape.width_stride,
+            panel,
         )
         add_rows(shape, shape.qkv, act if shape.post_norm else shape.x, rows, begin, end)
         meetings = meet(job, threads, meetings)
@@ -489,7 +475,9 @@ def forward(
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(shape.hidden, thread, threads)
-        multiply(int8, at[UP], depth, begin, end, values, stride, rows, at[UP_BIAS], shape.middle, shape.middle_stride)
+        multiply(
+            int8, at[UP], depth, begin, end, values, stride, rows, at[UP_BIAS], shape.middle, shape.middle_stride, panel
+        )
         for m in range(rows):
             row = shape.middle + m * shape.middle_stride
             activate(carray(lanes.floats_at(row + begin * PANEL * 4), ((end - begin) * PANEL,)), shape.activation)
@@ -503,7 +491,7 @@ def forward(
             middle, middle_stride = shape.middle_codes, shape.middle_codes_stride
         multiply(
             int8, at[DOWN], hidden_depth, begin, end, middle, middle_stride, rows, at[DOWN_BIAS], shape.qkv,
-            shape.width_stride,
+            shape.width_stride, panel,
         )  # fmt: skip
         add_rows(shape, shape.qkv, act if shape.post_norm else shape.x, rows, begin, end)
         meetings = meet(job, threads, meetings)
@@ -524,7 +512,8 @@ def head(shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int
     meetings = meet(job, threads, meetings)
     values, stride = (shape.codes, shape.codes_stride) if shape.int8 else (shape.act, shape.width_stride)
     begin, end = share(shape.vocab, thread, threads)
-    multiply(shape.int8, at[HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride)
+    panel = shape.panels + thread * shape.panel_bytes
+    multiply(shape.int8, at[HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride, panel)
     return meet(job, threads, meetings)
 
 

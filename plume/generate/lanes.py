@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic as numba_intrinsic
 
-from plume.generate.layout import GROUP, LANES, PANEL
+from plume.generate.layout import FIXED, GROUP, HEADER, LANES, PANEL
 
 AHEAD = 4096  # bytes that weights are fetched before they are needed
 
@@ -25,7 +25,12 @@ FEATURES = llvm.get_host_cpu_features()
 ARM = platform.machine().lower() in ("arm64", "aarch64")
 SIGNED_DOT = ARM and bool(FEATURES.get("dotprod"))  # weights are brought back to signed bytes before the product
 WIDE = bool(FEATURES.get("avx512f"))
-TILE_TOKENS = (12, 8, 4, 2, 1) if WIDE else (3, 2, 1)  # as many sums as the registers hold, then the remainders
+TOGETHER = (
+    (12, 8, 4, 2, 1) if WIDE else (3, 2, 1)
+)  # tokens in a tile: as many sums as the registers hold, then the rest
+
+
+Emit = Callable[[Any, Any], None]  # writes a tile's code: the builder, and the tile's eight arguments
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
@@ -139,26 +144,56 @@ def _arm_dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
     return builder.shuffle_vector(halves[0], halves[1], ir.Constant(INTS, list(range(LANES))))
 
 
-def float_tile(tokens: int, panels: int, vectors: int) -> Any:
-    """Float products: out[t, p, :] = start[p, :] + sum over k of values[t, k] * weights[p, k, :].
+def float_tile(tokens: int, panels: int) -> Emit:
+    """Plain floats: out[t, p, :] = start + sum over k of values[t, k] * weights[p, k, :], panels one vector wide.
 
-    A panel is `vectors` vectors wide. Addresses and strides are in bytes; a start of 0 begins at zero.
+    Addresses and strides are in bytes; a start of 0 begins at zero.
     """
+    return _sum_of_products(tokens, panels, LANES * 4, 0, lambda builder, row: [_load(builder, row, 0, FLOATS)])
+
+
+def scaled_tile(tokens: int, panels: int) -> Emit:
+    """The same with panels of PANEL rows that were unpacked: scales, and then floats to be multiplied by them."""
+
+    def read(builder: Any, row: Any) -> list[Any]:
+        return [_load(builder, row, v * LANES * 4, FLOATS, align=64) for v in range(PANEL // LANES)]
+
+    return _sum_of_products(tokens, panels, PANEL * 4, HEADER, read)
+
+
+def fixed_tile(tokens: int, panels: int) -> Emit:
+    """The same with panels as they were packed: scales, and then whole numbers of 24 bits."""
+    return _sum_of_products(tokens, panels, FIXED, HEADER, _fixed)
+
+
+def _fixed(builder: Any, row: Any) -> list[Any]:
+    found = []
+    for v in range(PANEL // LANES):
+        high = _load(builder, row, v * LANES * 2, ir.VectorType(I16, LANES), align=32)
+        low = _load(builder, row, PANEL * 2 + v * LANES, ir.VectorType(I8, LANES), align=16)
+        high = builder.shl(builder.sext(high, INTS), ir.Constant(INTS, [8] * LANES))
+        found.append(builder.sitofp(builder.or_(high, builder.zext(low, INTS)), FLOATS))
+    return found
+
+
+def _sum_of_products(tokens: int, panels: int, step: int, header: int, read: Callable[[Any, Any], list[Any]]) -> Emit:
+    """A tile over columns of so many bytes, which `read` makes vectors; behind a header the sums are scaled by it."""
+    vectors = PANEL // LANES if header else 1
 
     def emit(builder: Any, args: Any) -> None:
         weights, panel_stride, values, token_stride, start, out, out_stride, depth = args
         panel_at = [builder.add(weights, builder.mul(panel_stride, ir.Constant(I64, p))) for p in range(panels)]
         token_at = [builder.add(values, builder.mul(token_stride, ir.Constant(I64, t))) for t in range(tokens)]
-        wide = vectors * LANES * 4
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
             sums = list(sums)
-            step, four = builder.mul(k, ir.Constant(I64, wide)), builder.mul(k, ir.Constant(I64, 4))
-            rows = [builder.add(at, step) for at in panel_at]
-            w = [_load(builder, row, v * LANES * 4, FLOATS, align=64) for row in rows for v in range(vectors)]
-            for row in rows if vectors > 1 else ():  # weights come from memory, keys and values are in the cache
-                for v in range(vectors):
-                    _prefetch(builder, row, ir.Constant(I64, AHEAD + v * LANES * 4))
+            offset = builder.add(builder.mul(k, ir.Constant(I64, step)), ir.Constant(I64, header))
+            rows = [builder.add(at, offset) for at in panel_at]
+            four = builder.mul(k, ir.Constant(I64, 4))
+            w = [vector for row in rows for vector in read(builder, row)]
+            for row in rows if header else ():  # weights come from memory, keys and values are in the cache
+                for line in range(0, step, 64):
+                    _prefetch(builder, row, ir.Constant(I64, AHEAD + line))
             for t in range(tokens):
                 value = _splat(builder, _load(builder, token_at[t], four, F32))
                 for i in range(panels * vectors):
@@ -166,13 +201,23 @@ def float_tile(tokens: int, panels: int, vectors: int) -> Any:
                     sums[place] = _multiply_add(builder, value, w[i], sums[place])
             return sums
 
-        first = _starts(builder, start, panels * vectors) * tokens
-        _store(builder, _times(builder, depth, first, body), out, out_stride, panels * vectors)
+        first = _starts(builder, start, panels * vectors)
+        if header:
+            zero = ir.Constant(FLOATS, [0.0] * LANES)
+            sums = _times(builder, depth, [zero] * tokens * panels * vectors, body)
+            scales = [_load(builder, at, v * LANES * 4, FLOATS, align=32) for at in panel_at for v in range(vectors)]
+            sums = [
+                _multiply_add(builder, total, scales[i % len(scales)], first[i % len(first)])
+                for i, total in enumerate(sums)
+            ]
+        else:
+            sums = _times(builder, depth, first * tokens, body)
+        _store(builder, sums, out, out_stride, panels * vectors)
 
-    return _intrinsic(emit, 8)
+    return emit
 
 
-def int8_tile(tokens: int, panels: int) -> Any:
+def int8_tile(tokens: int, panels: int) -> Emit:
     """The same with int8 groups. A panel's group is its scales (bfloat16) and then its bytes, four of k at a time;
     a token is its bytes, then one scale per group, then what each group's sum starts from."""
 
@@ -231,7 +276,7 @@ def int8_tile(tokens: int, panels: int) -> Any:
         first = _starts(builder, start, panels * vectors) * tokens
         _store(builder, _times(builder, groups, first, group), out, out_stride, panels * vectors)
 
-    return _intrinsic(emit, 8)
+    return emit
 
 
 def _starts(builder: Any, start: Any, count: int) -> list[Any]:
@@ -257,18 +302,52 @@ def _store(builder: Any, sums: list[Any], out: Any, out_stride: Any, per_token: 
         builder.store(value, _at(builder, row, place * LANES * 4, FLOATS), align=4)
 
 
-def _intrinsic(emit: Callable[[Any, Any], None], count: int) -> Any:
-    assert count == 8
+def tile(emit: Emit) -> Any:
+    """A tile as a function: weights, panel stride, values, token stride, start, out, out stride, depth."""
 
     @intrinsic
-    def tile(typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
+    def call(typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             emit(builder, args)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), codegen
 
-    return tile
+    return call
+
+
+def panel_times_rows(kind: Callable[[int, int], Emit]) -> Any:
+    """One panel times all rows, by the largest tile that still fits: panel, values, stride, start, out, out stride,
+    depth, rows."""
+    tiles = [(tokens, kind(tokens, 1)) for tokens in TOGETHER]
+
+    @intrinsic
+    def call(typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            panel, values, stride, start, out, out_stride, depth, rows = args
+            with builder.goto_entry_block():
+                done = builder.alloca(I64)
+            builder.store(ir.Constant(I64, 0), done)
+            for tokens, emit in tiles:
+                ask, inside, after = (builder.append_basic_block(name) for name in ("ask", "tile", "fewer"))
+                builder.branch(ask)
+                builder.position_at_end(ask)
+                row = builder.load(done)
+                following = builder.add(row, ir.Constant(I64, tokens))
+                builder.cbranch(builder.icmp_signed("<=", following, rows), inside, after)
+                builder.position_at_end(inside)
+                values_at, out_at = (
+                    builder.add(at, builder.mul(row, step)) for at, step in ((values, stride), (out, out_stride))
+                )
+                emit(builder, (panel, ir.Constant(I64, 0), values_at, stride, start, out_at, out_stride, depth))
+                builder.store(following, done)
+                builder.branch(ask)
+                builder.position_at_end(after)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), codegen
+
+    return call
 
 
 @intrinsic
@@ -339,7 +418,9 @@ def _pointer(kind: Any, numba_type: Any) -> Any:
 # pointers from addresses, for numba.carray
 floats_at = _pointer(F32, types.float32)
 bytes_at = _pointer(I8, types.int8)
+unsigned_bytes_at = _pointer(I8, types.uint8)
 halves_at = _pointer(I16, types.uint16)
+shorts_at = _pointer(I16, types.int16)
 ints_at = _pointer(I32, types.int32)
 
 
