@@ -65,10 +65,8 @@ def settings(config: DemoConfig) -> PretrainConfig:
     room = max(text_bytes(paths) // BYTES_PER_TABLE_ROW, 256 + 2 * wide_letters(config))
     vocab_size = max(512, min(model.vocab_size, room // 256 * 256))
     model = replace(model, vocab_size=vocab_size)
-    seconds_per_step = measure_step(model, BATCH)
-    steps = max(
-        20, 5 * round(config.minutes * 60 / seconds_per_step / 5)
-    )  # five times validated, the last time at its end
+    possible = config.minutes * 60 / measure_step(model, BATCH)
+    steps = max(20, 5 * round(possible / 5))  # five times validated, the last time at its end
     return PretrainConfig(
         folder=config.folder,
         overwrite=True,
