@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import harness_task
@@ -326,3 +327,41 @@ def test_a_masked_model_runs_in_the_harness_but_does_not_write(masked_folder, ma
     assert 0 <= found["acc"] <= 1 and math.isfinite(found["acc"])
     with pytest.raises(UserError, match="masked model"):
         harness(model, generation_task(made / "lambada" / "lambada_test.jsonl"), limit=2)
+
+
+def test_a_task_of_the_harness_is_asked_for_and_told(trained_folder, monkeypatch, tmp_path):
+    """What goes to the harness and what comes back; the harness itself at work is a slow test."""
+    import lm_eval
+
+    asked = []
+
+    def answer(**options):
+        asked.append(options)
+        likely = options["model"].loglikelihood([SimpleNamespace(args=("The cat ate", " milk"))])
+        values = {
+            "alias": "made",
+            "acc,none": 0.5,
+            "acc_stderr,none": 0.1,
+            "acc_norm,none": 0.25,
+            "likely,none": likely[0][0],
+        }
+        return {"results": {"made": values}, "samples": {"made": [{"doc_hash": "a"}, {"doc_hash": "b"}]}}
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", answer)
+    config = EvaluateConfig(
+        model=str(trained_folder), tasks=("harness:made",), shots=2, limit=7, seed=5, out=tmp_path, plots=False
+    )
+    result = evaluate(config)["harness:made"].first
+    (options,) = asked
+    assert (options["tasks"], options["num_fewshot"], options["limit"]) == (["made"], 2, 7)
+    assert options["fewshot_random_seed"] == 5
+    assert (result.headline, result.score.value, result.score.stderr) == ("acc_norm", 0.25, None)
+    assert result.metrics["acc"].stderr == 0.1 and "alias" not in result.metrics
+    assert (result.items, result.scored, result.reused, result.shots) == (2, 1, 0, 2) and result.tokens > 0
+
+    def fail(**options):
+        raise KeyError("no such task\nand a long story")
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", fail)
+    with pytest.raises(UserError, match=r"harness:made cannot be run: 'no such task"):
+        evaluate(config)

@@ -16,6 +16,7 @@ from plume.train.adapt import (
     keep_layers,
     merge_lora,
     save_adapter,
+    set_dropout,
     shares,
     trainable,
 )
@@ -134,3 +135,22 @@ def test_peft_opens_the_adapter_and_merging_changes_nothing(family, parts, tmp_p
     save_model(model, tmp_path / "merged", tokenizer=tokenizer)
     with torch.no_grad():
         torch.testing.assert_close(load_model(tmp_path / "merged")(tokens), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_dropout_is_changed_in_every_part(family):
+    """Without any, training computes the same twice; with it in one part alone, it does not."""
+    tokens, lengths = torch.tensor([[3, 4, 5, 6]]), torch.tensor([4])
+
+    def twice(everywhere, classifier):
+        model = model_of(family).train()
+        set_dropout(model, everywhere, classifier)
+        return [model(tokens, lengths=lengths) for _ in range(2)], model
+
+    (first, second), model = twice(0.0, 0.0)
+    assert torch.equal(first, second) and model.config.dropout == 0.0
+    for part in ((0.5, 0.0), (0.0, 0.5)):
+        (first, second), _ = twice(*part)
+        assert not torch.equal(first, second)
+    (_, _), kept = twice(None, None)
+    assert kept.config.dropout == config_of(family).dropout

@@ -1,0 +1,25 @@
+"""Which precision is worth it: what the device multiplies fastest in, if it is faster by enough."""
+
+import pytest
+import torch
+
+from plume.train import devices
+from plume.train.ranks import CPU
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gain", "taken"),
+    [
+        ("auto", 1.1, "float32"),  # not worth the lost digits
+        ("auto", 1.3, "bfloat16"),
+        ("bfloat16", 0.5, "bfloat16"),
+        ("float32", 9.0, "float32"),
+    ],
+)
+def test_fewer_digits_must_be_worth_it(monkeypatch, wanted, gain, taken):
+    monkeypatch.setattr(devices, "matmul_speed", lambda _, dtype: 1e9 * (gain if dtype == torch.bfloat16 else 1.0))
+    found = devices.choose_precision(CPU, wanted)
+    assert (found.name, found.peak) == (taken, 1e9 * (gain if taken == "bfloat16" else 1.0))
+    with found.context():
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert product.dtype == (torch.bfloat16 if taken == "bfloat16" else torch.float32)
