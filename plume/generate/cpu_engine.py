@@ -14,8 +14,18 @@ from numba.core.event import Event, Listener, install_listener
 from plume.config import UserError
 from plume.generate import kernels
 from plume.generate.engine import Feed, Logits
-from plume.generate.kernels import GELU, GELU_TANH, RELU, Shape
-from plume.generate.layout import HEADER, LANES, PANEL, padded
+from plume.generate.layout import (
+    GELU,
+    GELU_TANH,
+    HEADER,
+    JOB_NUMBER,
+    JOB_SIZE,
+    LANES,
+    PANEL,
+    RELU,
+    Shape,
+    padded,
+)
 from plume.generate.pack import Packed, aligned
 
 PATIENCE = 200_000  # rounds that a helper waits for the next step before it sleeps: a few milliseconds
@@ -49,7 +59,7 @@ class CpuEngine:
         self.lengths = np.zeros(slots, np.int64)
         self._allocate()
         self._table = np.where(packed.offsets < 0, 0, packed.offsets + packed.block.ctypes.data)
-        self._job = aligned(kernels.JOB_SIZE, np.int64)
+        self._job = aligned(JOB_SIZE, np.int64)
         self._tokens, self._slots, self._positions, self._wanted = (np.zeros(rows, np.int64) for _ in range(4))
         self._jobs, self._meetings = 0, 0
         self._wake, self._sleeping, self._closed = threading.Condition(), 0, False
@@ -209,7 +219,7 @@ class CpuEngine:
             return
         with self._wake:
             self._closed = True
-            self._job[kernels.JOB_NUMBER] = -1
+            self._job[JOB_NUMBER] = -1
             self._wake.notify_all()
         for helper in self._helpers:
             helper.join()

@@ -7,14 +7,41 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numba import carray, njit, types
 
 from plume.generate import lanes
 from plume.generate.lanes import SIGNED_DOT
-from plume.generate.layout import FIXED, GROUP, HEADER, LANES, PANEL
+from plume.generate.layout import (
+    ATTN_NORM,
+    DOWN,
+    DOWN_BIAS,
+    FINAL_NORM,
+    FIXED,
+    GELU,
+    GELU_TANH,
+    GROUP,
+    HEAD,
+    HEADER,
+    JOB_BARRIER,
+    JOB_NUMBER,
+    JOB_ROWS,
+    JOB_WANTED,
+    LANES,
+    MLP_NORM,
+    OUT,
+    OUT_BIAS,
+    PANEL,
+    PER_LAYER,
+    POSITIONS,
+    QKV,
+    QKV_BIAS,
+    UP,
+    UP_BIAS,
+    Shape,
+)  # fmt: skip
 
 Code = TypeVar("Code", bound=Callable[..., Any])
 
@@ -24,51 +51,6 @@ def compiled(function: Code) -> Code:
     fastmath = {"contract", "reassoc", "nsz", "arcp"}
     code: Code = njit(nogil=True, cache=True, error_model="numpy", fastmath=fastmath)(function)
     return code
-
-
-GELU_TANH, GELU, RELU = 0, 1, 2
-# entries of the table of addresses: those of each layer, then those of the whole model
-ATTN_NORM, QKV, QKV_BIAS, OUT, OUT_BIAS, MLP_NORM, UP, UP_BIAS, DOWN, DOWN_BIAS, PER_LAYER = range(11)
-POSITIONS, FINAL_NORM, HEAD = range(3)
-JOB_NUMBER, JOB_ROWS, JOB_WANTED, JOB_BARRIER, JOB_SIZE = 0, 1, 2, 16, 32  # the barrier has a cache line of its own
-
-
-class Shape(NamedTuple):
-    """What the compiled code must know of a model and of the memory it works in."""
-
-    layers: int
-    width: int
-    heads: int
-    head_width: int
-    hidden: int
-    vocab: int
-    band: int
-    post_norm: int
-    activation: int
-    int8: int
-    capacity: int  # tokens a slot can hold, a multiple of LANES
-    threads: int
-    x: int  # addresses of the working memory
-    act: int
-    codes: int
-    qkv: int
-    mixed: int
-    middle: int
-    logits: int
-    private: int
-    private_bytes: int
-    panels: int  # each thread's unpacked one
-    panel_bytes: int
-    keys: int
-    values: int
-    width_stride: int  # row lengths of the working memory
-    qkv_stride: int
-    middle_stride: int
-    codes_stride: int
-    middle_codes: int
-    middle_codes_stride: int
-    logits_stride: int
-    scores_stride: int
 
 
 fixed_rows, scaled_rows, int8_rows = (
@@ -398,13 +380,28 @@ def attention(shape: Shape, layer: int, thread: int, slots: Any, positions: Any,
 
 
 @compiled
-def add_rows(shape: Shape, result: int, base: int, rows: int, panels: int, until: int) -> None:
-    """x = base + result, on the columns of these panels."""
-    begin, count = panels * PANEL * 4, min(until * PANEL, shape.width) - panels * PANEL
+def prepare(shape: Shape, norm: int, act: int, codes: int, depth: int, low: int, high: int) -> None:
+    """Rows low..high of the stream as a product wants them: normalised, and as bytes if the weights are."""
+    for m in range(low, high):
+        normalise(shape.x + m * shape.width_stride, act + m * shape.width_stride, shape.width, norm)
+        if shape.int8:
+            row = codes + m * shape.codes_stride
+            quantise(act + m * shape.width_stride, shape.width, row, depth, 0, depth // GROUP)
+
+
+@compiled
+def return_to_stream(
+    shape: Shape, weights: int, bias: int, depth: int, values: int, stride: int, base: int, rows: int, thread: int
+) -> None:
+    """This thread's columns of x = base + product. The product goes where queries were: nobody needs them any more."""
+    begin, end = share(shape.width, thread, shape.threads)
+    panel, out, out_stride = shape.panels + thread * shape.panel_bytes, shape.qkv, shape.width_stride
+    multiply(shape.int8, weights, depth, begin, end, values, stride, rows, bias, out, out_stride, panel)
+    count = min(end * PANEL, shape.width) - begin * PANEL
     for m in range(rows):
-        at = m * shape.width_stride + begin
+        at = m * shape.width_stride + begin * PANEL * 4
         x = carray(lanes.floats_at(shape.x + at), (count,))
-        old, new = carray(lanes.floats_at(base + at), (count,)), carray(lanes.floats_at(result + at), (count,))
+        old, new = carray(lanes.floats_at(base + at), (count,)), carray(lanes.floats_at(out + at), (count,))
         for i in range(count):
             x[i] = old[i] + new[i]
 
@@ -430,10 +427,7 @@ def forward(
     meetings = meet(job, threads, meetings)
     for layer in range(shape.layers):
         at = table[layer * PER_LAYER : (layer + 1) * PER_LAYER]
-        for m in range(low, high):
-            normalise(shape.x + m * shape.width_stride, act + m * shape.width_stride, width, at[ATTN_NORM])
-            if int8:
-                quantise(act + m * shape.width_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP)
+        prepare(shape, at[ATTN_NORM], act, codes, depth, low, high)
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(3 * width, thread, threads)
@@ -450,28 +444,10 @@ def forward(
             if not alone:
                 meetings = meet(job, threads, meetings)
             mixed, mixed_stride = codes, shape.codes_stride
-        begin, end = share(width, thread, threads)
-        # the projection's result goes where the queries were: nobody needs them any more
-        multiply(
-            int8,
-            at[OUT],
-            depth,
-            begin,
-            end,
-            mixed,
-            mixed_stride,
-            rows,
-            at[OUT_BIAS],
-            shape.qkv,
-            shape.width_stride,
-            panel,
-        )
-        add_rows(shape, shape.qkv, act if shape.post_norm else shape.x, rows, begin, end)
+        base = act if shape.post_norm else shape.x
+        return_to_stream(shape, at[OUT], at[OUT_BIAS], depth, mixed, mixed_stride, base, rows, thread)
         meetings = meet(job, threads, meetings)
-        for m in range(low, high):
-            normalise(shape.x + m * shape.width_stride, act + m * shape.width_stride, width, at[MLP_NORM])
-            if int8:
-                quantise(act + m * shape.width_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP)
+        prepare(shape, at[MLP_NORM], act, codes, depth, low, high)
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(shape.hidden, thread, threads)
@@ -485,15 +461,10 @@ def forward(
                 out = shape.middle_codes + m * shape.middle_codes_stride
                 quantise(row, padded(shape.hidden), out, hidden_depth, begin // 2, end // 2)
         meetings = meet(job, threads, meetings)
-        begin, end = share(width, thread, threads)
         middle, middle_stride = shape.middle, shape.middle_stride
         if int8:
             middle, middle_stride = shape.middle_codes, shape.middle_codes_stride
-        multiply(
-            int8, at[DOWN], hidden_depth, begin, end, middle, middle_stride, rows, at[DOWN_BIAS], shape.qkv,
-            shape.width_stride, panel,
-        )  # fmt: skip
-        add_rows(shape, shape.qkv, act if shape.post_norm else shape.x, rows, begin, end)
+        return_to_stream(shape, at[DOWN], at[DOWN_BIAS], hidden_depth, middle, middle_stride, base, rows, thread)
         meetings = meet(job, threads, meetings)
     return head(shape, table, job, thread, wanted, heads_wanted, depth, meetings)
 
