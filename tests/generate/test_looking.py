@@ -1,0 +1,56 @@
+"""What a masked model would put at a gap, against transformers with the same weights."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from plume.config import PRESETS, EngineConfig, TokenizerConfig, UserError
+from plume.generate.lm import LM
+from plume.heads import Model
+from plume.text import train_tokenizer
+from plume.weights import save_model
+
+TEXT = "the cat sat on the mat and the dog ran to the house"
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory):
+    words = train_tokenizer(TokenizerConfig(kind="wordpiece", vocab_size=90), [TEXT] * 20)
+    torch.manual_seed(3)
+    shape = {"vocab_size": words.vocab_size, "context": 24, "layers": 2, "heads": 2, "width": 16}
+    model = Model(replace(PRESETS["bert-tiny"], **shape), "masked-token")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    folder = save_model(model, tmp_path_factory.mktemp("masked") / "model", tokenizer=words)
+    lm = LM(folder, words, EngineConfig())
+    yield folder, words, lm
+    lm.close()
+
+
+def test_gaps_are_filled_as_transformers_would(masked):
+    folder, tokenizer, lm = masked
+    mask = tokenizer.token(tokenizer.mask)
+    text = f"the cat {mask} on the {mask}"
+    ids, _ = tokenizer.wrap(tokenizer.encode(text, allow_special=True))
+    theirs = transformers.AutoModelForMaskedLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        likely = theirs(torch.tensor([ids])).logits[0].softmax(-1)
+    places = [place for place, token in enumerate(ids) if token == tokenizer.mask]
+    found = lm.fill_mask(text, k=4)
+    assert len(found) == len(places) == 2
+    for place, candidates in zip(places, found, strict=True):
+        best = likely[place].topk(4)
+        assert [c.id for c in candidates] == best.indices.tolist()
+        assert [c.probability for c in candidates] == pytest.approx(best.values.tolist(), abs=1e-5)
+        pieces = [tokenizer.token(i).removeprefix("##") for i in best.indices.tolist()]
+        assert [c.text.strip() for c in candidates] == pieces
+
+
+def test_what_cannot_be_filled_is_said(masked):
+    _, _, lm = masked
+    with pytest.raises(UserError, match=r"the text has no \[MASK\]"):
+        lm.fill_mask("the cat sat")
+    with pytest.raises(UserError, match="the context holds 24"):
+        lm.fill_mask("[MASK]" + " the" * 40)
