@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import re
 import subprocess
 import sys
@@ -9,10 +10,12 @@ from collections import Counter
 from itertools import pairwise
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import harness_task, story, write_rows
+from sklearn.metrics import matthews_corrcoef
 
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate
@@ -178,6 +181,58 @@ def test_answers_written_together_are_those_written_alone(trained_folder, tmp_pa
         assert row["said"] == re.split(r"[\n.,]", tokenizer.decode([t for t in new if t != tokenizer.end]))[0].strip()
     again = evaluate(config)["nq"].first
     assert (again.scored, again.reused) == (0, 5) and again.metrics == result.metrics
+
+
+def test_squad_as_it_was_published(tmp_path):
+    question = {"id": "q1", "question": "Who ran?", "answers": [{"text": "Ann"}, {"text": "Ann"}, {"text": "Ann Lee"}]}
+    paragraphs = [{"context": "Ann Lee ran.", "qas": [question, question | {"id": "q2", "question": "Did she?"}]}]
+    (tmp_path / "squad").mkdir()
+    published = {"version": "1.1", "data": [{"title": "Running", "paragraphs": paragraphs}]}
+    (tmp_path / "squad" / "dev-v1.1.json").write_text(json.dumps(published))
+    first, second = find(TASKS["squad"], "test", tmp_path).rows()
+    (item,) = TASKS["squad"].build(first, PROTOCOLS["gpt3-paper"])
+    assert item.prompt == "Title: Running\n\nBackground: Ann Lee ran.\n\nQ: Who ran?\n\nA:"
+    assert item.answers == ("Ann", "Ann Lee") and item.where.endswith("question q1")
+    assert second["question"] == "Did she?"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_judgements_by_a_threshold(trained_folder, tmp_path, training):
+    """GPT-1's: a sentence is good when its mean log-probability is high; how high, the training rows say."""
+    draw = random.Random(4)
+    sentences = [story(seed, 1) for seed in range(24)]
+    rows = [{"sentence": text, "label": 1} for text in sentences[:12]]
+    rows += [{"sentence": " ".join(draw.sample(text.split(), 6)), "label": 0} for text in sentences[12:]]
+    draw.shuffle(rows)
+    (tmp_path / "cola").mkdir()
+    test, train = rows[:14], rows[14:]
+    write_rows(tmp_path / "cola" / "test.jsonl", test)
+    if training:
+        write_rows(tmp_path / "cola" / "train.jsonl", train)
+    result = evaluate(EvaluateConfig(model=str(trained_folder), tasks=("cola-gpt1",), data=tmp_path))["cola-gpt1"].first
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(trained_folder).eval()
+    tokenizer = load_tokenizer(trained_folder)
+
+    def mean(row) -> float:
+        ids = torch.tensor([[tokenizer.end, *tokenizer.encode(row["sentence"])]])
+        with torch.no_grad():
+            likely = theirs(ids).logits[0, :-1].log_softmax(-1)
+        return likely.gather(1, ids[0, 1:, None]).mean().item()
+
+    def right(rows, threshold: float) -> int:
+        return sum((mean(row) > threshold) == bool(row["label"]) for row in rows)
+
+    (note,) = result.notes
+    threshold = float(note.split()[1].rstrip(":"))
+    if training:
+        tried = sorted(map(mean, train))
+        assert right(train, threshold) == max(right(train, cut) for cut in (-99.0, *tried))
+    else:
+        assert threshold == pytest.approx(sorted(map(mean, test))[7], abs=1e-4)
+    said = [mean(row) > threshold + (0.0 if training else 1e-4) for row in test]
+    gold = [bool(row["label"]) for row in test]
+    assert result.metrics["acc"].value == pytest.approx(np.mean([a == b for a, b in zip(said, gold, strict=True)]))
+    assert result.metrics["mcc"].value == pytest.approx(matthews_corrcoef(gold, said)) and result.headline == "mcc"
 
 
 # ---- the prompts that the GPT-3 paper prints ---------------------------------------------------------------------
