@@ -149,11 +149,22 @@ def rows(args: argparse.Namespace, name: str, medians: dict[str, float]) -> list
     return found
 
 
+def measure(args: argparse.Namespace, out: Path) -> None:
+    model = base_model(args.family, args.data, out, STEPS[args.family] if args.steps is None else args.steps)
+    for name in args.tasks:
+        folder = some_rows(name, args.data, out, args.rows)
+        variants = ["pretrained", "no pretraining"]
+        if args.family == "gpt" and name == "sst2":
+            variants += ["pretrained, no auxiliary", "no pretraining, no auxiliary"]
+        medians = {v: run(name, v, model, folder, out, args).summary["median"] for v in variants}
+        report(*rows(args, name, medians))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=real("data"))
     parser.add_argument("--family", choices=tuple(MODEL), default="gpt")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "plume-bench-transfer")
+    parser.add_argument("--out", type=Path, help="keep the models there, and take a pretrained one that it holds")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--tasks", nargs="*", default=["sst2"])
     parser.add_argument("--rows", type=int, default=200)
@@ -166,14 +177,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.data is None:
         skip("what pretraining is worth is measured on WikiText-2 and GLUE, which are not here; --data names them")
-    model = base_model(args.family, args.data, args.out, STEPS[args.family] if args.steps is None else args.steps)
-    for name in args.tasks:
-        folder = some_rows(name, args.data, args.out, args.rows)
-        variants = ["pretrained", "no pretraining"]
-        if args.family == "gpt" and name == "sst2":
-            variants += ["pretrained, no auxiliary", "no pretraining, no auxiliary"]
-        medians = {v: run(name, v, model, folder, args.out, args).summary["median"] for v in variants}
-        report(*rows(args, name, medians))
+    with tempfile.TemporaryDirectory(prefix="plume-bench-") as place:
+        measure(args, Path(place) if args.out is None else args.out)
 
 
 if __name__ == "__main__":

@@ -72,6 +72,11 @@ def test_the_pages_say_what_was_measured():
         assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == benchmarks_page(rows)
 
 
+def test_commands_can_be_given_on_any_machine():
+    absolute = [row["command"] for row in read(RESULTS) if re.search(r"(^|[\s=])[/~]|[A-Z]:\\\\", row["command"])]
+    assert absolute == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("job", [job for job in JOBS if job not in ELSEWHERE])
