@@ -193,26 +193,12 @@ def multiply(
             continue
         if int8:
             int8_rows(at, values, stride, start, to, out_stride, depth // GROUP, rows)
-        elif rows <= MANY:
+        elif rows <= 2 * MANY:  # then reading the numbers anew for each tile costs less than writing them down
             fixed_rows(at, values, stride, start, to, out_stride, depth, rows)
         else:
-            unpack(at, depth, memory)
+            lanes.unpack(at, depth, memory)
             scaled_rows(memory, values, stride, start, to, out_stride, depth, rows)
         p += 1
-
-
-@compiled
-def unpack(panel: int, depth: int, out: int) -> None:
-    """A float panel with its whole numbers as floats, which many rows then share."""
-    scales, copies = carray(lanes.floats_at(panel), (PANEL,)), carray(lanes.floats_at(out), (PANEL,))
-    for i in range(PANEL):
-        copies[i] = scales[i]
-    for k in range(depth):
-        at = panel + HEADER + k * FIXED
-        high, low = carray(lanes.shorts_at(at), (PANEL,)), carray(lanes.unsigned_bytes_at(at + 2 * PANEL), (PANEL,))
-        numbers = carray(lanes.floats_at(out + HEADER + k * PANEL * 4), (PANEL,))
-        for i in range(PANEL):
-            numbers[i] = np.float32(np.int32(high[i]) * np.int32(256) + np.int32(low[i]))
 
 
 @compiled

@@ -351,6 +351,31 @@ def panel_times_rows(kind: Callable[[int, int], Emit]) -> Any:
 
 
 @intrinsic
+def unpack(typing: Any, panel: Any, depth: Any, out: Any) -> Any:
+    """A float panel as it was packed becomes one with its whole numbers as floats, which many rows then share."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        panel, depth, out = args
+
+        def column(k: Any, _: list[Any]) -> list[Any]:
+            row = builder.add(panel, builder.add(builder.mul(k, ir.Constant(I64, FIXED)), ir.Constant(I64, HEADER)))
+            to = builder.add(out, builder.add(builder.mul(k, ir.Constant(I64, PANEL * 4)), ir.Constant(I64, HEADER)))
+            for line in range(0, FIXED, 64):
+                _prefetch(builder, row, ir.Constant(I64, AHEAD + line))
+            for v, vector in enumerate(_fixed(builder, row)):
+                builder.store(vector, _at(builder, to, v * LANES * 4, FLOATS), align=64)
+            return []
+
+        for v in range(PANEL // LANES):
+            scales = _load(builder, panel, v * LANES * 4, FLOATS, align=32)
+            builder.store(scales, _at(builder, out, v * LANES * 4, FLOATS), align=64)
+        _times(builder, depth, [], column)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), codegen
+
+
+@intrinsic
 def larger(typing: Any, a: Any, b: Any) -> Any:
     """The larger of two numbers, neither a NaN: unlike max(), this lets a loop over it become vector code."""
 
