@@ -16,7 +16,7 @@ from numba.extending import intrinsic as numba_intrinsic
 
 from plume.generate.layout import FIXED, GROUP, HEADER, LANES, PANEL
 
-AHEAD = 4096  # bytes that weights are fetched before they are needed
+NEAR, FAR = 2048, 8192  # bytes that weights are fetched before they are needed: to the core, and out of memory
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
@@ -55,12 +55,20 @@ def _load(builder: Any, address: Any, offset: Any, kind: Any, align: int = 4) ->
     return builder.load(_at(builder, address, offset, kind), align=align)
 
 
-def _prefetch(builder: Any, address: Any, offset: Any) -> None:
+def _fetch(builder: Any, panels: list[Any], offset: Any, size: int, end: Any, hop: Any) -> None:
+    """Ask for the bytes that these panels will need soon after this offset. Behind a panel's end its neighbour begins,
+    which is being read already, so from there on those are meant that a hop further on are next."""
     pointer = ir.PointerType()
     kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", [], kind)
-    place = builder.inttoptr(builder.add(address, offset), pointer)
-    builder.call(fetch, [place, *(ir.Constant(I32, n) for n in (0, 3, 1))])
+    for ahead, closeness in ((NEAR, 3), (FAR, 1)):
+        place = builder.add(offset, ir.Constant(I64, ahead))
+        past = builder.icmp_signed(">=", place, end)
+        place = builder.add(place, builder.select(past, hop, ir.Constant(I64, 0)))
+        for panel in panels:
+            for line in range(0, size, 64):
+                at = builder.inttoptr(builder.add(panel, builder.add(place, ir.Constant(I64, line))), pointer)
+                builder.call(fetch, [at, *(ir.Constant(I32, n) for n in (0, closeness, 1))])
 
 
 def _times(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
@@ -184,16 +192,16 @@ def _sum_of_products(tokens: int, panels: int, step: int, header: int, read: Cal
         weights, panel_stride, values, token_stride, start, out, out_stride, depth = args
         panel_at = [builder.add(weights, builder.mul(panel_stride, ir.Constant(I64, p))) for p in range(panels)]
         token_at = [builder.add(values, builder.mul(token_stride, ir.Constant(I64, t))) for t in range(tokens)]
+        end = builder.add(builder.mul(depth, ir.Constant(I64, step)), ir.Constant(I64, header))
+        hop = builder.mul(panel_stride, ir.Constant(I64, panels - 1))
 
         def body(k: Any, sums: list[Any]) -> list[Any]:
             sums = list(sums)
             offset = builder.add(builder.mul(k, ir.Constant(I64, step)), ir.Constant(I64, header))
-            rows = [builder.add(at, offset) for at in panel_at]
             four = builder.mul(k, ir.Constant(I64, 4))
-            w = [vector for row in rows for vector in read(builder, row)]
-            for row in rows if header else ():  # weights come from memory, keys and values are in the cache
-                for line in range(0, step, 64):
-                    _prefetch(builder, row, ir.Constant(I64, AHEAD + line))
+            w = [vector for at in panel_at for vector in read(builder, builder.add(at, offset))]
+            if header:  # weights come from memory, keys and values are in the cache
+                _fetch(builder, panel_at, offset, step, end, hop)
             for t in range(tokens):
                 value = _splat(builder, _load(builder, token_at[t], four, F32))
                 for i in range(panels * vectors):
@@ -229,11 +237,14 @@ def int8_tile(tokens: int, panels: int) -> Emit:
         group_bytes = 2 * PANEL + GROUP * PANEL
         scale_offset = builder.mul(groups, ir.Constant(I64, GROUP))
         start_offset = builder.add(scale_offset, builder.mul(groups, ir.Constant(I64, 4)))
+        end = builder.mul(groups, ir.Constant(I64, group_bytes))
+        hop = builder.mul(panel_stride, ir.Constant(I64, panels - 1))
 
         def group(g: Any, sums: list[Any]) -> list[Any]:
             four = builder.mul(g, ir.Constant(I64, 4))
             begins = [_splat(builder, _load(builder, at, builder.add(start_offset, four), I32)) for at in token_at]
-            bases = [builder.add(at, builder.mul(g, ir.Constant(I64, group_bytes))) for at in panel_at]
+            group_at = builder.mul(g, ir.Constant(I64, group_bytes))
+            bases = [builder.add(at, group_at) for at in panel_at]
             bytes_at = [builder.add(at, builder.mul(g, ir.Constant(I64, GROUP))) for at in token_at]
 
             def steps(j: Any, totals: list[Any]) -> list[Any]:
@@ -248,9 +259,7 @@ def int8_tile(tokens: int, panels: int) -> Emit:
                         for base in bases
                         for v in range(vectors)
                     ]
-                    for base in bases:
-                        for v in range(vectors):
-                            _prefetch(builder, base, builder.add(row, ir.Constant(I64, AHEAD + v * LANES * 4)))
+                    _fetch(builder, panel_at, builder.add(group_at, row), vectors * LANES * 4, end, hop)
                     for t in range(tokens):
                         value = _splat(builder, _load(builder, bytes_at[t], quad, I32))
                         for i in range(panels * vectors):
@@ -358,11 +367,10 @@ def unpack(typing: Any, panel: Any, depth: Any, out: Any) -> Any:
         panel, depth, out = args
 
         def column(k: Any, _: list[Any]) -> list[Any]:
-            row = builder.add(panel, builder.add(builder.mul(k, ir.Constant(I64, FIXED)), ir.Constant(I64, HEADER)))
+            offset = builder.add(builder.mul(k, ir.Constant(I64, FIXED)), ir.Constant(I64, HEADER))
             to = builder.add(out, builder.add(builder.mul(k, ir.Constant(I64, PANEL * 4)), ir.Constant(I64, HEADER)))
-            for line in range(0, FIXED, 64):
-                _prefetch(builder, row, ir.Constant(I64, AHEAD + line))
-            for v, vector in enumerate(_fixed(builder, row)):
+            _fetch(builder, [panel], offset, FIXED, offset, ir.Constant(I64, 0))
+            for v, vector in enumerate(_fixed(builder, builder.add(panel, offset))):
                 builder.store(vector, _at(builder, to, v * LANES * 4, FLOATS), align=64)
             return []
 
