@@ -30,6 +30,11 @@ TOGETHER = (
 )  # tokens in a tile: as many sums as the registers hold, then the rest
 
 
+def first_reader(tokens: int) -> bool:
+    """Whether a tile mostly meets panels that no tile before it has brought near: full ones are many to a panel."""
+    return tokens < TOGETHER[0]
+
+
 Emit = Callable[[Any, Any], None]  # writes a tile's code: the builder, and the tile's eight arguments
 
 
@@ -55,13 +60,15 @@ def _load(builder: Any, address: Any, offset: Any, kind: Any, align: int = 4) ->
     return builder.load(_at(builder, address, offset, kind), align=align)
 
 
-def _fetch(builder: Any, panels: list[Any], offset: Any, size: int, end: Any, hop: Any) -> None:
+def _fetch(
+    builder: Any, panels: list[Any], offset: Any, size: int, end: Any, hop: Any, *, from_memory: bool = True
+) -> None:
     """Ask for the bytes that these panels will need soon after this offset. Behind a panel's end its neighbour begins,
     which is being read already, so from there on those are meant that a hop further on are next."""
     pointer = ir.PointerType()
     kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
     fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", [], kind)
-    for ahead, closeness in ((NEAR, 3), (FAR, 1)):
+    for ahead, closeness in ((NEAR, 3), (FAR, 1)) if from_memory else ((NEAR, 3),):
         place = builder.add(offset, ir.Constant(I64, ahead))
         past = builder.icmp_signed(">=", place, end)
         place = builder.add(place, builder.select(past, hop, ir.Constant(I64, 0)))
@@ -201,7 +208,7 @@ def _sum_of_products(tokens: int, panels: int, step: int, header: int, read: Cal
             four = builder.mul(k, ir.Constant(I64, 4))
             w = [vector for at in panel_at for vector in read(builder, builder.add(at, offset))]
             if header:  # weights come from memory, keys and values are in the cache
-                _fetch(builder, panel_at, offset, step, end, hop)
+                _fetch(builder, panel_at, offset, step, end, hop, from_memory=first_reader(tokens))
             for t in range(tokens):
                 value = _splat(builder, _load(builder, token_at[t], four, F32))
                 for i in range(panels * vectors):
@@ -259,7 +266,8 @@ def int8_tile(tokens: int, panels: int) -> Emit:
                         for base in bases
                         for v in range(vectors)
                     ]
-                    _fetch(builder, panel_at, builder.add(group_at, row), vectors * LANES * 4, end, hop)
+                    at = builder.add(group_at, row)
+                    _fetch(builder, panel_at, at, vectors * LANES * 4, end, hop, from_memory=first_reader(tokens))
                     for t in range(tokens):
                         value = _splat(builder, _load(builder, bytes_at[t], quad, I32))
                         for i in range(panels * vectors):
