@@ -148,7 +148,7 @@ class Report:
 
 def bench_decode(config: DecodeBenchConfig) -> Report:
     """Measure everybody, round by round in turns, and report the best of each."""
-    from plume.generate.cpu_engine import cores
+    from plume.generate.cpu.engine import cores
 
     threads = cores() if config.threads is None else config.threads
     rng = np.random.default_rng(0)

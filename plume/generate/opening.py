@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plume.config import EngineConfig, ModelConfig, UserError
+from plume.generate.cpu.pack import Packed, Precision, pack, place_for, read, unsupported, write
 from plume.generate.engine import Engine
-from plume.generate.pack import Packed, Precision, pack, place_for, read, unsupported, write
 from plume.weights import load_model, read_config, resolve
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _precision(wanted: EngineConfig) -> Precision:
 
 
 def cpu_engine(packed: Packed, wanted: EngineConfig) -> Engine:
-    from plume.generate.cpu_engine import CpuEngine
+    from plume.generate.cpu.engine import CpuEngine
 
     return CpuEngine(packed, slots=wanted.slots, threads=wanted.threads)
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +13,14 @@ import torch
 
 from plume.config import EngineConfig, ModelConfig, UserError
 from plume.generate import opening
-from plume.generate.cpu_engine import CpuEngine
+from plume.generate.cpu.engine import CpuEngine
+from plume.generate.cpu.pack import float_panels, int8_panels, pack, place_for, read, write
 from plume.generate.engine import Feed
 from plume.generate.lm import LM
-from plume.generate.pack import float_panels, int8_panels, pack, place_for, read, write
 from plume.generate.torch_engine import TorchEngine
 from plume.heads import Model
 
+ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
     "gpt2": {},
     "gpt1": {"norm": "post"},
@@ -253,6 +256,34 @@ def test_wrong_engine_options_are_named():
 
 
 @pytest.mark.slow
+def test_machine_code_on_disk_is_made_anew_when_anything_it_calls_has_changed(tmp_path):
+    """numba by itself looks at the file of the outermost function only; both files keep their times here."""
+    package = tmp_path / "plume"
+    shutil.copytree(ROOT / "plume", package, ignore=shutil.ignore_patterns("__pycache__", "static"))
+    code = """
+import numpy as np
+from plume.generate.cpu import arithmetic
+x = np.array([-1.0, 2.0], np.float32)
+arithmetic.activate(x, 2)
+print(arithmetic.__file__, x.tolist(), sum(arithmetic.activate.stats.cache_hits.values()))
+"""
+
+    def run():
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        file, rest = done.stdout.strip().split(" ", 1)
+        assert Path(file).is_relative_to(tmp_path)
+        return rest
+
+    assert run() == "[0.0, 2.0] 0"
+    assert run() == "[0.0, 2.0] 1"
+    lanes = package / "generate" / "cpu" / "lanes.py"
+    before = lanes.stat()
+    lanes.write_text(lanes.read_text(encoding="utf-8") + "# another day\n", encoding="utf-8")
+    os.utime(lanes, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert run() == "[0.0, 2.0] 0"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["-avx512vnni,-avx512f,-avx512bw,-avx512vl", "-avx2,-avx512f,-avx512vnni"])
 def test_kernels_for_older_machines_give_the_same(features, tmp_path):
     """The code paths for other instruction sets, compiled with these features switched off."""
@@ -268,9 +299,9 @@ llvm.get_host_cpu_features = lambda: type(known)({{k: v and k not in off for k, 
 import numpy as np, torch
 from plume.config import ModelConfig
 from plume.heads import Model
-from plume.generate.cpu_engine import CpuEngine
+from plume.generate.cpu.engine import CpuEngine
 from plume.generate.engine import Feed
-from plume.generate.pack import pack
+from plume.generate.cpu.pack import pack
 torch.manual_seed(0)
 model = Model(ModelConfig(vocab_size=50, context=16, layers=1, heads=2, width=64)).eval()
 tokens = list(range(12))

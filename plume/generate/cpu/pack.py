@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from plume.config import ModelConfig
-from plume.generate.layout import FIXED, GROUP, HEADER, PANEL, padded
+from plume.generate.cpu.layout import FIXED, GROUP, HEADER, PANEL, padded
 
 if TYPE_CHECKING:
     from plume.heads import Model

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
-from numba.core.event import Event, Listener, install_listener
 
 from plume.config import UserError
-from plume.generate import kernels
-from plume.generate.engine import Feed, Logits
-from plume.generate.layout import (
+from plume.generate.cpu import forward
+from plume.generate.cpu.attention import MANY
+from plume.generate.cpu.compiling import announced_compilation
+from plume.generate.cpu.layout import (
     GELU,
     GELU_TANH,
     HEADER,
@@ -26,7 +24,8 @@ from plume.generate.layout import (
     Shape,
     padded,
 )
-from plume.generate.pack import Packed, aligned
+from plume.generate.cpu.pack import Packed, aligned
+from plume.generate.engine import Feed, Logits
 
 PATIENCE = 200_000  # rounds that a helper waits for the next step before it sleeps: a few milliseconds
 ODD = 16 * 4  # bytes by which rows are longer, so that they do not fall on the same cache lines
@@ -81,7 +80,7 @@ class CpuEngine:
         head_blocks = -(-c.head_width // LANES)
         strides = self._strides(capacity)
         private = 2 * (strides["width_stride"] + strides["codes_stride"])
-        private += kernels.MANY * (strides["scores_stride"] + (head_blocks * LANES + 1) * 4)
+        private += MANY * (strides["scores_stride"] + (head_blocks * LANES + 1) * 4)
         private_bytes = -(-private // 4096) * 4096 + 192
         panel_bytes = HEADER + max(c.width, c.mlp_width) * PANEL * 4
         owners = self.slots * c.layers * c.heads
@@ -139,7 +138,7 @@ class CpuEngine:
                 return
 
     def _follow(self, thread: int, done: int, meetings: int, patience: int) -> tuple[int, int]:
-        return kernels.follow(
+        return forward.follow(
             self.shape, self._table, self._job, self._job.ctypes.data, thread, done, self._tokens, self._slots,
             self._positions, self._wanted, meetings, patience,
         )  # fmt: skip
@@ -149,7 +148,7 @@ class CpuEngine:
             self._jobs += 1
             if self._sleeping:
                 self._wake.notify_all()
-        self._meetings = kernels.lead(
+        self._meetings = forward.lead(
             self.shape, self._table, self._job, self._job.ctypes.data, self._jobs, self._tokens, self._slots,
             self._positions, self._wanted, rows, wanted, self._meetings,
         )  # fmt: skip
@@ -223,24 +222,3 @@ class CpuEngine:
             self._wake.notify_all()
         for helper in self._helpers:
             helper.join()
-
-
-class Announcer(Listener):  # type: ignore[misc]
-    """Says once that numba has begun to compile; loading what was compiled before is quick and not announced."""
-
-    def __init__(self) -> None:
-        self.said = False
-
-    def on_start(self, event: Event) -> None:
-        if not self.said:
-            print("compiling the CPU engine for this machine; next time it is ready ...", file=sys.stderr, flush=True)
-        self.said = True
-
-    def on_end(self, event: Event) -> None:
-        pass
-
-
-@contextmanager
-def announced_compilation() -> Iterator[None]:
-    with install_listener("numba:compile", Announcer()):
-        yield
