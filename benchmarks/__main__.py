@@ -33,6 +33,7 @@ JOBS = {  # name -> (words behind `python -m benchmarks.`, options at which it o
     "transfer.gpt": ("transfer --family gpt", "--steps 4 --rows 40 --epochs 1 --seeds 1"),
     "transfer.bert": ("transfer --family bert", "--steps 4 --rows 40 --epochs 1 --seeds 1"),
     "distill": ("distill", "--steps 4 --student-steps 4"),
+    "exact": ("exact", "--minutes 0.05 --windows 2"),
     "decode": ("decode", "--preset gpt2-laptop --new-tokens 4 --prefill-tokens 16 --rounds 1"),
     "evaluate": ("evaluate", "--preset gpt2-laptop --rounds 1 --items 6"),
     "serve.clients": ("serve clients", "--preset gpt2-laptop --rounds 1 --tokens 4"),

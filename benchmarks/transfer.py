@@ -37,8 +37,8 @@ MODEL = {
     "bert": replace(PRESETS["bert-laptop"], context=64),
 }
 OBJECTIVE = {
-    "gpt": ObjectiveConfig(name="language-model"),
-    "bert": ObjectiveConfig(name="masked", masking=MaskingConfig(share=0.3)),  # with 0.15 it learns half as fast here
+    "gpt": ObjectiveConfig(kind="language-model"),
+    "bert": ObjectiveConfig(kind="masked", masking=MaskingConfig(share=0.3)),  # with 0.15 it learns half as fast here
 }
 STEPS = {"gpt": 1500, "bert": 6000}
 KIND = {"gpt": "gpt1-bpe", "bert": "wordpiece"}
@@ -65,8 +65,8 @@ def base_model(family: str, data: Path, out: Path, steps: int) -> Path:
                 lr=2e-3,
                 weight_decay=0.1,
                 schedule="linear",
-                final_lr=0.0,
-                warmup=100,
+                final_lr_share=0.0,
+                warmup_steps=100,
                 validate_every=max(1, steps // 4),
                 validation_rows=64,
                 log_every=50,
@@ -111,7 +111,7 @@ def run(name: str, variant: str, model: Path, folder: Path, out: Path, args: arg
         auxiliary=auxiliary,
         epochs=args.epochs,
         lr=args.lr,
-        warmup=0.1,
+        warmup_share=0.1,
         dropout=0.1,
         seeds=args.seeds,
         validate_every=10**6,

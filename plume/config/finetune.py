@@ -85,7 +85,7 @@ class FinetuneConfig:
     batch: int = 32  # rows in one update
     micro_batch: int | None = None  # examples computed at a time; unset means the whole batch
     lr: float | None = None  # peak; unset: GPT-1's 6.25e-5 or BERT's 2e-5 times 768 / width; 1e-3 for lora and features
-    warmup: float | None = None  # share of the steps; unset means GPT-1's 0.002, or 0.1
+    warmup_share: float | None = None  # share of the steps; unset means GPT-1's 0.002, or 0.1
     weight_decay: float = 0.01  # on matrices; never on biases and norms
     clip: float | None = 1.0  # largest norm of the gradient; unset means unclipped
     dropout: float | None = None  # in the whole model; unset means as it was pretrained
@@ -118,8 +118,8 @@ class FinetuneConfig:
             yield f"epochs={self.epochs} must be above 0, for example 3"
         if self.lr is not None and not self.lr > 0:
             yield f"lr={self.lr} must be above 0, for example 5e-5"
-        if self.warmup is not None and not 0.0 <= self.warmup <= 1.0:
-            yield f"warmup={self.warmup} is a share of the steps, between 0 and 1, for example 0.1"
+        if self.warmup_share is not None and not 0.0 <= self.warmup_share <= 1.0:
+            yield f"warmup_share={self.warmup_share} is a share of the steps, between 0 and 1, for example 0.1"
         for name in ("dropout", "classifier_dropout", "label_smoothing"):
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < 1.0:

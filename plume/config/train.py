@@ -36,12 +36,12 @@ class TrainConfig:
     muon_weight_decay: float | None = None  # unset means as weight_decay
     clip: float | None = 1.0  # largest norm of the gradient; unset means unclipped
     schedule: Literal["cosine", "linear", "constant", "constant-then-decay", "inverse-sqrt"] = (
-        "cosine"  # of the learning rate, behind the warmup
+        "cosine"  # of the learning rate, behind the warm-up
     )
-    warmup: int = 0  # steps
-    final_lr: float = 0.1  # where the decay ends, as a fraction of the peak
+    warmup_steps: int = 0  # over which the learning rate rises
+    final_lr_share: float = 0.1  # of the peak, where the decay ends
     decay_steps: int | None = None  # step at which the decay has ended; unset means the last
-    cooldown: float = 0.2  # share of the steps that constant-then-decay decays over
+    cooldown_share: float = 0.2  # of the steps, over which constant-then-decay decays
     label_smoothing: float = 0.0  # probability spread over all other tokens, as the Transformer's 0.1
     seed: int = 0  # of weights, batches and samples
     device: str = "auto"  # auto, cpu, cuda, cuda:1, mps
@@ -80,10 +80,11 @@ class TrainConfig:
                 yield f"{name}={getattr(self, name)} must be above 0, for example {example}"
         if self.clip is not None and not self.clip > 0:
             yield f"clip={self.clip} must be above 0, for example 1.0, or unset"
-        if self.warmup < 0:
-            yield f"warmup={self.warmup} cannot be negative; 0 means none"
-        if not 0.0 <= self.final_lr <= 1.0 or not 0.0 < self.cooldown <= 1.0:
-            yield f"final_lr={self.final_lr} and cooldown={self.cooldown} are shares between 0 and 1"
+        if self.warmup_steps < 0:
+            yield f"warmup_steps={self.warmup_steps} cannot be negative; 0 means none"
+        for name in ("final_lr_share", "cooldown_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                yield f"{name}={getattr(self, name)} is a share between 0 and 1, for example 0.1"
         if not 1 <= self.muon_iterations <= 5:
             yield f"muon_iterations={self.muon_iterations} must lie between 1 and 5"
         if self.batch_start is not None and not self.batch_start <= self.batch:
@@ -118,7 +119,7 @@ class MaskingConfig:
 class ObjectiveConfig:
     """What pretraining asks of the model."""
 
-    name: Literal["language-model", "masked", "masked-next-sentence", "sequence-to-sequence"] = (
+    kind: Literal["language-model", "masked", "masked-next-sentence", "sequence-to-sequence"] = (
         "language-model"  # what is guessed: the next token, masked ones, also the next sentence, or a target text
     )
     length: int | None = None  # tokens of a sequence; unset means the model's context
@@ -152,14 +153,14 @@ class PretrainConfig:
         length = self.model.context if self.objective.length is None else self.objective.length
         if length > self.model.context:
             raise UserError(f"objective.length={length} is longer than model.context={self.model.context}")
-        masked, two_stacks = self.objective.name.startswith("masked"), self.model.decoder_layers > 0
+        masked, two_stacks = self.objective.kind.startswith("masked"), self.model.decoder_layers > 0
         if masked == (self.model.causal or two_stacks):
             fits = "language-model" if self.model.causal else "masked"
             fits = "sequence-to-sequence" if two_stacks else fits
-            raise UserError(f"objective.name={self.objective.name!r} does not fit this model; {fits!r} does")
-        if two_stacks != (self.objective.name == "sequence-to-sequence"):
+            raise UserError(f"objective.kind={self.objective.kind!r} does not fit this model; {fits!r} does")
+        if two_stacks != (self.objective.kind == "sequence-to-sequence"):
             raise UserError(
-                f"objective.name={self.objective.name!r} with decoder_layers={self.model.decoder_layers}: "
+                f"objective.kind={self.objective.kind!r} with decoder_layers={self.model.decoder_layers}: "
                 "sequence-to-sequence needs a decoder beside the encoder, and nothing else does"
             )
 
@@ -181,7 +182,7 @@ class DistillConfig:
     hard_weight: float = 2.0  # of the text itself
     hidden_weight: float = 1.0  # of the angle between hidden states, layer by layer
     attention_weight: float = 0.0  # of the squared distance of attention scores, as in TinyBERT
-    objective: ObjectiveConfig = ObjectiveConfig()  # name follows the teacher
+    objective: ObjectiveConfig = ObjectiveConfig()  # kind follows the teacher
     data: DataConfig = STANDARD_LIBRARY  # in the teacher's tokens
     prepared: Path | None = None  # a folder that `plume prepare` has filled with the teacher's tokenizer
     resume: bool = False  # go on from the newest whole checkpoint

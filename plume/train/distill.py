@@ -291,7 +291,7 @@ def masked_only(teacher: Model) -> Model:
 
 def as_pretraining(config: DistillConfig, teacher: Model, place: Path) -> PretrainConfig:
     """The run as a pretraining of the student, whose texts are cut by the teacher's tokenizer."""
-    objective = replace(config.objective, name=OBJECTIVE_OF[teacher.kind])  # type: ignore[arg-type]
+    objective = replace(config.objective, kind=OBJECTIVE_OF[teacher.kind])  # type: ignore[arg-type]
     data = replace(config.data, tokenizer=replace(config.data.tokenizer, folder=place))
     return PretrainConfig(
         folder=config.folder,

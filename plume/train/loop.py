@@ -232,7 +232,7 @@ class Trainer:
             f"the {what} is not finite at step {self.step} (batch {self.step}, {rows} sequences, "
             f"seed {self.config.seed}); gradient norm {norm}, first in {', '.join(broken[:3]) or 'no single tensor'}. "
             f"The weights were not changed; the last checkpoint is whole. A lower lr than {self.config.lr:g} "
-            f"or a longer warm-up than {self.config.warmup} steps usually helps"
+            f"or a longer warm-up than {self.config.warmup_steps} steps usually helps"
         )
 
     # -- between updates

@@ -200,8 +200,8 @@ class TokensAndNextSentence(Tokens):
         return torch.stack([self.token_total(model, hidden, batch), pairs, right])
 
 
-ObjectiveName = Literal["language-model", "masked", "masked-next-sentence", "sequence-to-sequence"]
-HEAD_OF: dict[ObjectiveName, str] = {
+ObjectiveKind = Literal["language-model", "masked", "masked-next-sentence", "sequence-to-sequence"]
+HEAD_OF: dict[ObjectiveKind, str] = {
     "language-model": "next-token",
     "masked": "masked-token",
     "masked-next-sentence": "pretraining",
@@ -209,5 +209,5 @@ HEAD_OF: dict[ObjectiveName, str] = {
 }
 
 
-def objective_called(name: ObjectiveName, smoothing: float = 0.0) -> Tokens:
-    return TokensAndNextSentence(smoothing) if name == "masked-next-sentence" else Tokens(smoothing)
+def objective_called(kind: ObjectiveKind, smoothing: float = 0.0) -> Tokens:
+    return TokensAndNextSentence(smoothing) if kind == "masked-next-sentence" else Tokens(smoothing)

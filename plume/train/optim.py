@@ -194,14 +194,14 @@ def adamw(names: Mapping[Tensor, str], config: TrainConfig, share: Callable[[str
 
 def rate(step: int, config: TrainConfig) -> float:
     """The learning rate of a step, counted from 0, as a fraction of its peak."""
-    warmup = config.warmup
+    warmup = config.warmup_steps
     if config.schedule == "inverse-sqrt":  # the Transformer's: its peak is where the warm-up ends
         return min((step + 1) / max(warmup, 1), math.sqrt(max(warmup, 1) / (step + 1)))
     if step < warmup:
         return (step + 1) / (warmup + 1)
     end = config.steps if config.decay_steps is None else config.decay_steps
     if config.schedule == "constant-then-decay":
-        length = max(1, round(end * config.cooldown))
+        length = max(1, round(end * config.cooldown_share))
         share = min(1.0, max(0.0, (step - (end - length)) / length))
     else:
         share = min(1.0, (step - warmup) / max(1, end - warmup))
@@ -209,9 +209,9 @@ def rate(step: int, config: TrainConfig) -> float:
         case "constant":
             return 1.0
         case "cosine":
-            return config.final_lr + (1 - config.final_lr) * 0.5 * (1 + math.cos(math.pi * share))
+            return config.final_lr_share + (1 - config.final_lr_share) * 0.5 * (1 + math.cos(math.pi * share))
         case _:
-            return config.final_lr + (1 - config.final_lr) * (1 - share)
+            return config.final_lr_share + (1 - config.final_lr_share) * (1 - share)
 
 
 def batch_rows(step: int, config: TrainConfig) -> int:

@@ -116,7 +116,7 @@ def pretrain(config: PretrainConfig) -> RunResult:
             data = prepared_data(config, ranks)
             tokenizer = load_tokenizer(data / "tokenizer")
             torch.manual_seed(config.train.seed)
-            model = Model(replace(config.model, vocab_size=tokenizer.vocab_size), HEAD_OF[config.objective.name])
+            model = Model(replace(config.model, vocab_size=tokenizer.vocab_size), HEAD_OF[config.objective.kind])
             task = make_task(config, model, tokenizer, data)
         shares = token_shares(task.train, tokenizer.vocab_size)
         task, unigram = replace(task, floor=entropy(shares, config.train.label_smoothing)), entropy(shares)
@@ -203,7 +203,7 @@ def export(config: PretrainConfig, trainer: Trainer, tokenizer: Tokenizer, outco
         if kept.config.decoder_layers:
             model.body.tie()  # type: ignore[operator]
         info = {
-            "objective": config.objective.name,
+            "objective": config.objective.kind,
             "tokens": outcome.tokens,
             "step": outcome.step,
             "loss": outcome.loss,
@@ -242,11 +242,11 @@ def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: 
     order = phases(config, lambda length: dataset(config.objective, train, tokenizer, length, seed=config.train.seed))
     validation = validation_batches(config, tokenizer, data)
     sample: Callable[[Any], str] | None = None
-    if config.objective.name == "language-model":
+    if config.objective.kind == "language-model":
         sample = samples.continuation(tokenizer, config.train)
     elif validation is not None:
         row = validation.samples.take(0, 1)
-        masked = config.objective.name.startswith("masked")
+        masked = config.objective.kind.startswith("masked")
         sample = (
             samples.filled_gaps(tokenizer, row)
             if masked
@@ -254,7 +254,7 @@ def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: 
         )
     return Task(
         model=model,
-        objective=objective_called(config.objective.name, config.train.label_smoothing),
+        objective=objective_called(config.objective.kind, config.train.label_smoothing),
         train=TrainBatches(order, config.train),
         validation=validation,
         sample=sample,
@@ -274,7 +274,7 @@ def phases(config: PretrainConfig, make: Callable[[int], Dataset]) -> Samples:
 def dataset(
     objective: ObjectiveConfig, shards: Shards, tokenizer: Tokenizer, length: int, *, seed: int, shuffle: bool = True
 ) -> Dataset:
-    match objective.name:
+    match objective.kind:
         case "language-model":
             return PackedWindows(shards, length, seed=seed, shuffle=shuffle, isolate=objective.isolate)
         case "masked":

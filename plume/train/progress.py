@@ -157,7 +157,7 @@ class Progress:
         else:
             why = (
                 f"It fell only from {first:.3f}: the learning rate {self.config.lr:g} is probably too low, "
-                f"or the warm-up of {self.config.warmup} steps too long"
+                f"or the warm-up of {self.config.warmup_steps} steps too long"
             )
         return f"warning: at step {step} the loss is {loss:.3f}, and token frequencies alone give {floor:.3f}. {why}"
 

@@ -175,7 +175,7 @@ def learning_rate(config: FinetuneConfig, model: ModelConfig) -> tuple[float, st
 def train_config(plan: Plan, steps_per_epoch: int, seed: int, *, causal: bool) -> TrainConfig:
     config = plan.config
     steps = max(1, math.ceil(config.epochs * steps_per_epoch))
-    warmup = (0.002 if causal else 0.1) if config.warmup is None else config.warmup
+    warmup = (0.002 if causal else 0.1) if config.warmup_share is None else config.warmup_share
     every = max(1, steps_per_epoch // 5) if config.validate_every is None else config.validate_every
     return TrainConfig(
         steps=steps,
@@ -186,8 +186,8 @@ def train_config(plan: Plan, steps_per_epoch: int, seed: int, *, causal: bool) -
         weight_decay=config.weight_decay,
         clip=config.clip,
         schedule="linear",
-        warmup=min(steps, math.ceil(warmup * steps)),
-        final_lr=0.0,
+        warmup_steps=min(steps, math.ceil(warmup * steps)),
+        final_lr_share=0.0,
         seed=seed,
         device=config.device,
         precision=config.precision,

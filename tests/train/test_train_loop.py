@@ -22,7 +22,7 @@ from plume.train.loop import NonFinite, Trainer
 from plume.train.objectives import TensorBatch, objective_called
 from plume.train.runs import read_metrics
 
-CONFIG = TrainConfig(steps=8, batch=8, lr=1e-2, log_every=1, validate_every=4, warmup=2, keep_best=False)
+CONFIG = TrainConfig(steps=8, batch=8, lr=1e-2, log_every=1, validate_every=4, warmup_steps=2, keep_best=False)
 
 
 def losses(folder: Path) -> list[float]:

@@ -107,29 +107,29 @@ def rates(config: TrainConfig) -> list[float]:
 
 
 def test_cosine_and_linear() -> None:
-    cosine = rates(TrainConfig(steps=101, warmup=0, schedule="cosine", final_lr=0.1))
+    cosine = rates(TrainConfig(steps=101, warmup_steps=0, schedule="cosine", final_lr_share=0.1))
     assert cosine[0] == 1.0 and cosine[50] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 50 / 101)))
-    linear = rates(TrainConfig(steps=100, warmup=20, schedule="linear", final_lr=0.0))
+    linear = rates(TrainConfig(steps=100, warmup_steps=20, schedule="linear", final_lr_share=0.0))
     assert linear[:20] == pytest.approx([(s + 1) / 21 for s in range(20)])
     assert linear[20] == 1.0 and linear[60] == pytest.approx(0.5)
 
 
 def test_gpt3_decays_over_a_part_and_then_stays() -> None:
-    config = TrainConfig(steps=300, warmup=0, schedule="cosine", final_lr=0.1, decay_steps=260)
+    config = TrainConfig(steps=300, warmup_steps=0, schedule="cosine", final_lr_share=0.1, decay_steps=260)
     assert rate(259, config) > 0.1 and rate(260, config) == pytest.approx(0.1) == rate(299, config)
 
 
 def test_the_transformers_rate_is_the_papers() -> None:
     width, warmup = 512, 4000
     peak = width**-0.5 * warmup**-0.5
-    config = TrainConfig(steps=100_000, warmup=warmup, schedule="inverse-sqrt", lr=peak)
+    config = TrainConfig(steps=100_000, warmup_steps=warmup, schedule="inverse-sqrt", lr=peak)
     for step in (1, 100, 4000, 4001, 50_000):
         paper = width**-0.5 * min(step**-0.5, step * warmup**-1.5)
         assert peak * rate(step - 1, config) == pytest.approx(paper)
 
 
 def test_constant_then_decay() -> None:
-    config = TrainConfig(steps=100, schedule="constant-then-decay", cooldown=0.2, final_lr=0.0)
+    config = TrainConfig(steps=100, schedule="constant-then-decay", cooldown_share=0.2, final_lr_share=0.0)
     assert (
         rate(80, config) == 1.0 and rate(90, config) == pytest.approx(0.5) and rate(99, config) == pytest.approx(0.05)
     )
@@ -143,8 +143,8 @@ def test_the_batch_grows_and_no_sample_is_used_twice() -> None:
 
 
 def test_wrong_settings_are_told_together() -> None:
-    with pytest.raises(UserError, match=r"steps=0 .*; lr=-1.0 .*; warmup=-5"):
-        TrainConfig(steps=0, lr=-1.0, warmup=-5)
+    with pytest.raises(UserError, match=r"steps=0 .*; lr=-1.0 .*; warmup_steps=-5"):
+        TrainConfig(steps=0, lr=-1.0, warmup_steps=-5)
 
 
 def test_shares_of_the_rate_by_name() -> None:

@@ -158,7 +158,7 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"objective.name": "masked"}, "objective.name='masked' does not fit this model; 'language-model' does"),
+        ({"objective.kind": "masked"}, "objective.kind='masked' does not fit this model; 'language-model' does"),
         ({"objective.length": "999"}, "objective.length=999 is longer than model.context=32"),
         ({"train.step": "3"}, "there is no train.step; did you mean train.steps?"),
         ({"train.lr": "-1"}, "lr=-1.0 must be above 0"),

@@ -24,7 +24,7 @@ with join("cpu") as ranks:
     for name, settings in json.loads(sys.argv[1]).items():
         resume = settings.pop("resume", False)
         folder = Path(settings.pop("folder", name))
-        usual = dict(steps=20, batch=8, lr=1e-2, log_every=1, validate_every=10, warmup=2)
+        usual = dict(steps=20, batch=8, lr=1e-2, log_every=1, validate_every=10, warmup_steps=2)
         config = TrainConfig(**{{**usual, **settings}})
         if ranks.main:
             folder.mkdir(exist_ok=True)
