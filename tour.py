@@ -229,7 +229,7 @@ def look_and_train(tour: Tour, url: str) -> None:
     """Every view of the Explorer; then a training that is stopped and goes on while the page watches."""
     chromium = next(filter(None, map(shutil.which, BROWSERS)), None)
     if chromium is None:
-        print("no Chromium here, so the Explorer is not opened; Debian's package chromium would do")
+        print("no Chromium here, so the tour ends without the Explorer; Debian's package chromium would do")
         return
     from playwright.sync_api import sync_playwright
 

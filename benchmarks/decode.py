@@ -50,7 +50,7 @@ def rows(found: Report) -> Iterator[Row]:
     for precision in ("float32", "int8"):
         yield Row(
             key=f"bandwidth, {precision}",
-            what=f"batch 1, {precision}: share of the memory bandwidth",
+            what=f"batch 1, {precision}: weights read per second, against a plain loop that only reads",
             figure=100 * engines[f"plume {precision}"]["bandwidth"],
             unit="%",
             digits=0,

@@ -13,8 +13,9 @@ from benchmarks.results import Row
 HEAD = """# Benchmarks
 
 Made by `make bench`, or in part by `python -m benchmarks NAME`. A figure against a peer is a ratio from one run in
-which both took turns on the same machine; a figure without a bar is only reported. What was tried on the way, failures
-too, is in [experiments](experiments.md).
+which both took turns on the same machine; a figure without a bar is only reported. Plume's engine keeps float32 weights
+in three bytes each ([why that is enough](generate.md)). What was tried on the way, failures too, is in
+[experiments](experiments.md).
 """
 
 
@@ -102,12 +103,13 @@ TABLES = {  # page -> head of its table, and the sentence behind it
     "README.md": (
         "## Beside others\n\n| against | at | Plume is |",
         "Measured {dates} on {cores} cores, both sides by turns in one run: [every figure, its bar and its command]"
-        "(docs/benchmarks.md).",
+        "(docs/benchmarks.md). Plume's engine keeps float32 weights in [three bytes](docs/generate.md) each.",
         "{ratio:.1f} times as fast",
     ),
     "README.zh.md": (
         "## 与其他工具相比\n\n| 对比 | 任务 | Plume 的速度 |",
-        "{dates} 在 {cores} 核机器上测得，双方在同一次运行中轮流进行：[全部数字、目标与命令](docs/benchmarks.md)。",
+        "{dates} 在 {cores} 核机器上测得，双方在同一次运行中轮流进行：[全部数字、目标与命令](docs/benchmarks.md)。"
+        "Plume 的引擎把每个 float32 权重存为[三个字节](docs/generate.md)。",
         "{ratio:.1f} 倍",
     ),
 }

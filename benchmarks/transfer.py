@@ -108,7 +108,7 @@ def run(name: str, variant: str, model: Path, folder: Path, out: Path, args: arg
         task=TaskConfig(train=str(folder), name=name),
         folder=out / f"{args.family}-{name}-{variant.replace(' ', '-')}",
         adapt=AdaptConfig(transfer_layers=-1 if "no pretraining" in variant else None),
-        auxiliary=auxiliary,
+        auxiliary_weight=auxiliary,
         epochs=args.epochs,
         lr=args.lr,
         warmup_share=0.1,

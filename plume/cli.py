@@ -154,7 +154,8 @@ def finetune(*words: Words, as_json: Json = False) -> None:
         spread = f"from {about['lowest']:.4f} to {about['highest']:.4f} over {len(result.seeds)} seeds"
         tell(f"validation {result.metric}: median {about['median']:.4f}, {spread}")
         tell(f"wrote {wanted.folder / 'report.md'} and {result.model}")
-        tell(how_to_ask(read_config(result.model).head, str(wanted.folder)))
+        kept = read_config(result.model)
+        tell(how_to_ask(kept.head, str(wanted.folder), two_stacks=kept.model.decoder_layers > 0))
 
 
 @app.command
@@ -199,12 +200,12 @@ def runs(
 
 
 @app.command
-def doctor(*, device: str = "auto", as_json: Json = False, patience: float = 30.0) -> None:
+def doctor(*, device: str = "auto", as_json: Json = False, timeout: float = 30.0) -> None:
     """Is this machine fit to train: devices, memory, the fastest precision; under torchrun also a sum over ranks."""
     from plume.train.doctor import doctor as examine
     from plume.train.doctor import show_diagnosis
 
-    found = examine(device, patience)
+    found = examine(device, timeout)
     if found is None:
         return
     if as_json:

@@ -133,8 +133,8 @@ def plan(config: PlanConfig) -> Plan:
     length = model_config.context if config.length is None else config.length
     if not 0 < length <= model_config.context:
         raise UserError(f"length={length} must lie between 1 and the context {model_config.context}")
-    if config.tokens <= 0 or config.batch <= 0:
-        raise UserError(f"tokens={config.tokens} and batch={config.batch} must be positive")
+    if config.tokens <= 0 or config.micro_batch <= 0:
+        raise UserError(f"tokens={config.tokens} and micro_batch={config.micro_batch} must be positive")
     generates = model_config.causal or model_config.decoder_layers > 0
     with torch.device("meta"):
         model = Model(model_config, "next-token" if generates else "bare")
@@ -156,7 +156,7 @@ def plan(config: PlanConfig) -> Plan:
         weight_bytes=FLOAT * total,
         gradient_bytes=FLOAT * total,
         optimizer_bytes=2 * FLOAT * total,
-        activation_bytes=FLOAT * activation_floats(model_config, config.batch, length),
+        activation_bytes=FLOAT * activation_floats(model_config, config.micro_batch, length),
         cache_bytes_per_token=2 * FLOAT * layers * model_config.width,
         flops_per_token_forward=forward,
         flops_per_token_training=3 * forward,
@@ -216,7 +216,7 @@ def plan_ranks(config: PlanConfig, whole: Plan) -> RankPlan:
     length = config.model.context if config.length is None else config.length
     activations = rank_activations(config, length)
     sent = traffic(config, held, replicas, length)
-    tokens = config.batch * length * replicas * config.accumulate
+    tokens = config.micro_batch * length * replicas * config.accumulate
     compute = tokens * whole.flops_per_token_training / (ranks * hardware.teraflops * 1e12 * hardware.reached)
     compute *= 4 / 3 if config.activation_checkpointing else 1
     seconds = send_seconds(config, sent)
@@ -273,8 +273,8 @@ def split_counts(config: ModelConfig, by_tensor: dict[str, int]) -> tuple[int, i
 
 def rank_activations(config: PlanConfig, length: int) -> int:
     """Bytes kept for the backward: everything, or each block's input and one block in full."""
-    model, tokens = config.model, config.batch * length
-    full = activation_floats(model, config.batch, length)
+    model, tokens = config.model, config.micro_batch * length
+    full = activation_floats(model, config.micro_batch, length)
     stacks = model.layers + model.decoder_layers
     per_block = (full - tokens * model.width) // stacks
     outside = tokens * model.width * (stacks * 4 if not config.activation_checkpointing else 4)  # not cut by tensors
@@ -298,7 +298,7 @@ def traffic(config: PlanConfig, held: int, replicas: int, length: int) -> dict[s
         gradients = 2 * ring * FLOAT * held
     sums = 4 * (config.model.layers + config.model.decoder_layers)  # two sub-blocks, forward and backward
     pair = 2 * (config.tensor_parallel - 1) / config.tensor_parallel
-    activations = sums * pair * HALF * config.batch * length * config.model.width * config.accumulate
+    activations = sums * pair * HALF * config.micro_batch * length * config.model.width * config.accumulate
     return {"weights": int(weights), "gradients": int(gradients), "activations": int(activations)}
 
 
@@ -362,7 +362,7 @@ def table(plan: Plan, config: PlanConfig) -> RenderableType:
     needs.add_row("weights (16 bits)", human_bytes(plan.weight_bytes / 2))
     needs.add_row("gradients", human_bytes(plan.gradient_bytes))
     needs.add_row("optimiser (AdamW)", human_bytes(plan.optimizer_bytes))
-    needs.add_row(f"activations of {config.batch} x {length} tokens", human_bytes(plan.activation_bytes))
+    needs.add_row(f"activations of {config.micro_batch} x {length} tokens", human_bytes(plan.activation_bytes))
     needs.add_row("training in all", human_bytes(plan.training_bytes))
     needs.add_row("key-value cache per token (float32)", human_bytes(plan.cache_bytes_per_token))
     needs.add_row("operations per token, forward", f"{plan.flops_per_token_forward:.3g}")

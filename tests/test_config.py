@@ -100,6 +100,17 @@ def test_one_word_for_a_list_is_a_list_of_one():
     assert build(Outer, with_overrides(table, {"train.names": ["a", "b"]})).train.names == ("a", "b")
 
 
+def test_none_takes_a_default_away():
+    """Neither TOML nor the command line has a word of its own for it."""
+    from plume.config import SamplingConfig
+
+    assert build(SamplingConfig, with_overrides({}, {"top_k": "none", "max-new-tokens": "none"})) == SamplingConfig(
+        top_k=None, max_new_tokens=None
+    )
+    with pytest.raises(UserError, match=r"temperature: .*not 'none'"):
+        build(SamplingConfig, {"temperature": "none"})
+
+
 def test_help_shows_the_comments_behind_the_fields():
     rows = {name: (default, comment) for name, _, default, comment in describe(Outer)}
     assert rows["train.lr"] == ("0.001", "how far a step goes")

@@ -118,3 +118,14 @@ def test_pages_name_no_file_that_is_not_there():
     for page in [*PAGES, ROOT / "README.zh.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_the_pages_name_all_tasks_and_presets():
+    from plume.config import PRESETS
+    from plume.evaluate.tasks import TASKS
+
+    said = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8"))
+    digits = {name for name in TASKS if re.fullmatch(r"arithmetic-[345]d-(plus|minus)", name)}  # "the same with"
+    assert set(TASKS) - digits - set(said) == set()
+    said = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "train.md").read_text(encoding="utf-8"))
+    assert set(PRESETS) - set(said) == set()

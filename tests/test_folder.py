@@ -149,6 +149,12 @@ def test_a_hub_name_in_the_cache_opens_offline(tmp_path, monkeypatch):
     assert load_model("somebody/small").kind == "masked-token"
 
 
+def test_a_run_that_has_not_ended_has_no_model_yet(tmp_path):
+    (tmp_path / "recipe.toml").write_text("")
+    with pytest.raises(UserError, match="is a run that has not ended, so it has no model yet; --resume"):
+        resolve(tmp_path)
+
+
 def test_a_run_folder_stands_for_the_model_inside(tmp_path):
     save_model(random_model(FAMILIES["gpt2"]), tmp_path / "run" / "model")
     assert resolve(tmp_path / "run") == tmp_path / "run" / "model"

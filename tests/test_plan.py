@@ -71,7 +71,7 @@ SHAPE = {"layers": 2, "width": 64, "heads": 4, "vocab_size": 500, "context": 32}
 
 
 def planned(**settings):
-    config = PlanConfig(model=replace(preset("gpt2"), **SHAPE), batch=3, tokens=10**9, **settings)
+    config = PlanConfig(model=replace(preset("gpt2"), **SHAPE), micro_batch=3, tokens=10**9, **settings)
     sizes = {name: parameter.numel() for name, parameter in Model(config.model).named_parameters()}
     return plan_ranks(config, plan(config)), sizes, config
 

@@ -85,12 +85,12 @@ class FinetuneConfig:
     batch: int = 32  # rows in one update
     micro_batch: int | None = None  # examples computed at a time; unset means the whole batch
     lr: float | None = None  # peak; unset: GPT-1's 6.25e-5 or BERT's 2e-5 times 768 / width; 1e-3 for lora and features
-    warmup_share: float | None = None  # share of the steps; unset means GPT-1's 0.002, or 0.1
+    warmup_share: float | None = None  # of the steps; unset means GPT-1's 0.002, or 0.1
     weight_decay: float = 0.01  # on matrices; never on biases and norms
-    clip: float | None = 1.0  # largest norm of the gradient; unset means unclipped
+    clip: float = 1.0  # largest norm of the gradient; inf means unclipped
     dropout: float | None = None  # in the whole model; unset means as it was pretrained
     classifier_dropout: float = 0.1  # before the new head
-    auxiliary: float | None = None  # weight of the language model on the task's text; unset: 0.5 where the model is one
+    auxiliary_weight: float | None = None  # of a GPT's own loss beside the task's; unset: 0.5 to classify or choose
     class_weights: Literal["none", "balanced"] = "none"  # balanced: a rare label counts as much as a frequent one
     label_smoothing: float = 0.0  # probability spread over all other labels
     temperature: float = 0.05  # of the contrastive objective
@@ -124,7 +124,7 @@ class FinetuneConfig:
             value = getattr(self, name)
             if value is not None and not 0.0 <= value < 1.0:
                 yield f"{name}={value} must be at least 0 and below 1, for example 0.1"
-        if self.auxiliary is not None and self.auxiliary < 0:
-            yield f"auxiliary={self.auxiliary} cannot be negative; 0 turns it off"
+        if self.auxiliary_weight is not None and self.auxiliary_weight < 0:
+            yield f"auxiliary_weight={self.auxiliary_weight} cannot be negative; 0 turns it off"
         if not self.temperature > 0:
             yield f"temperature={self.temperature} must be above 0, for example 0.05"

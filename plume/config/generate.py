@@ -15,10 +15,10 @@ from plume.config.errors import UserError, refuse
 class SamplingConfig:
     """How the next token is chosen, and when to stop."""
 
-    max_new_tokens: int | None = 100  # unset means up to the end of the context
+    max_new_tokens: int | None = 100  # none means up to the end of the context
     min_new_tokens: int = 0  # no end and no stop before this many
     temperature: float = 1.0  # 0 always takes the likeliest token
-    top_k: int | None = 40  # only the k likeliest tokens; unset means all
+    top_k: int | None = 40  # only the k likeliest tokens; none means all
     top_p: float | None = None  # only the likeliest tokens that together have this probability
     top_p_rule: Literal["usual", "openai"] = "usual"  # openai: GPT-2's own code, which keeps one token fewer
     min_p: float | None = None  # only tokens at least this likely, relative to the likeliest
@@ -47,10 +47,10 @@ class SamplingConfig:
 
     def _checks(self) -> Iterator[tuple[bool, str]]:
         limit, t = self.max_new_tokens, self.temperature
-        yield limit is not None and limit < 1, f"max_new_tokens={limit} must be at least 1, or unset"
+        yield limit is not None and limit < 1, f"max_new_tokens={limit} must be at least 1, or none"
         yield self.min_new_tokens < 0, f"min_new_tokens={self.min_new_tokens} cannot be negative; 0 turns it off"
         yield not 0 <= t < math.inf, f"temperature={t} must be 0 (the likeliest token) or more, for example 0.8"
-        yield self.top_k is not None and self.top_k < 1, f"top_k={self.top_k} must be at least 1, or unset for all"
+        yield self.top_k is not None and self.top_k < 1, f"top_k={self.top_k} must be at least 1, or none for all"
         for name in ("top_p", "min_p", "typical_p"):
             value = getattr(self, name)
             yield value is not None and not 0 < value <= 1, f"{name}={value} must be above 0 and at most 1, e.g. 0.9"
@@ -80,7 +80,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.threads is not None and self.threads < 1:
-            raise UserError(f"threads={self.threads} must be at least 1, or unset for all cores")
+            raise UserError(f"threads={self.threads} must be at least 1, or none for all cores")
         if self.slots < 1:
             raise UserError(f"slots={self.slots} must be at least 1, for example 8")
         if self.engine == "torch" and self.precision == "int8":
@@ -110,12 +110,13 @@ class ExportConfig:
     format: Literal["gguf", "onnx"] = "gguf"  # gguf: llama.cpp; onnx: onnxruntime and others
     precision: Literal["float32", "float16", "int8"] = "float32"  # int8 is GGUF's q8_0; onnx has float32 only
     cache: bool = True  # onnx: with a key-value cache among inputs and outputs
-    out: Path | None = None  # file to write; unset means beside the model's weights
+    out: Path | None = None  # file to write; unset means in the folder that is named, or here for a hub name
 
     @property
     def path(self) -> Path:
         name = f"model-{self.precision}.gguf" if self.format == "gguf" else f"model{'-cache' * self.cache}.onnx"
-        return Path(self.model) / name if self.out is None else self.out
+        folder = Path(self.model).expanduser()
+        return (folder / name if folder.is_dir() else Path(name)) if self.out is None else self.out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ class PlanConfig:
     model: ModelConfig
     name: str = "model"  # shown above the table
     tokens: int = 1_000_000_000  # to train on
-    batch: int = 8  # sequences in memory at once
+    micro_batch: int = 8  # sequences in memory at once
     length: int | None = None  # tokens of a sequence; unset means the whole context
     ranks: int = 1  # devices that train together
     strategy: Literal["ddp", "fsdp"] = "fsdp"  # copies, or shards of one copy

@@ -19,11 +19,11 @@ class ServeConfig:
     host: str = "127.0.0.1"  # any other than this machine needs keys
     port: int = 8000  # 0 means any free one
     keys: tuple[str, ...] = ()  # sha256 of each API key; `plume serve --new-key` makes a pair
-    runs: Path | None = None  # a folder of training runs to show, with their checkpoints as models
+    runs: Path | None = None  # runs to show, checkpoints as models; unset means those beside a run that is served
     engine: EngineConfig = EngineConfig()  # its slots follow from batch
     batch: int = 16  # sequences of one model that are written together
     queue: int = 256  # sequences that may wait; more are told to come again
-    timeout: float = 120.0  # seconds that one request may take
+    timeout: float = 120.0  # seconds that a completion or a score may take
     drain: float = 30.0  # seconds that running requests get to end when the server is stopped
     max_new_tokens: int = 4096  # of one request, over all its samples
     max_body: int = 2_000_000  # bytes of one request

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from plume.config.errors import UserError, did_you_mean
 from plume.config.model import ModelConfig
@@ -59,6 +59,8 @@ def _fill(kind: type, table: Mapping[str, Any], path: str) -> tuple[dict[str, An
         else:
             alone = get_origin(known[name]) is tuple and not isinstance(value, (list, tuple))
             filled[name] = [value] if alone else value  # one value stands for a list of one
+            if value == "none" and type(None) in get_args(known[name]):  # TOML and the command line have no None
+                filled[name] = None
     return filled, problems
 
 

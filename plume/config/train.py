@@ -34,7 +34,7 @@ class TrainConfig:
     muon_momentum: float = 0.95  # how slowly the mean of gradients changes
     muon_iterations: int = 5  # of its orthogonalisation
     muon_weight_decay: float | None = None  # unset means as weight_decay
-    clip: float | None = 1.0  # largest norm of the gradient; unset means unclipped
+    clip: float = 1.0  # largest norm of the gradient; inf means unclipped
     schedule: Literal["cosine", "linear", "constant", "constant-then-decay", "inverse-sqrt"] = (
         "cosine"  # of the learning rate, behind the warm-up
     )
@@ -78,8 +78,8 @@ class TrainConfig:
         for name, example in (("lr", 6e-4), ("muon_lr", 0.02), ("eps", 1e-8)):
             if not getattr(self, name) > 0:
                 yield f"{name}={getattr(self, name)} must be above 0, for example {example}"
-        if self.clip is not None and not self.clip > 0:
-            yield f"clip={self.clip} must be above 0, for example 1.0, or unset"
+        if not self.clip > 0:
+            yield f"clip={self.clip} must be above 0, for example 1.0; inf means unclipped"
         if self.warmup_steps < 0:
             yield f"warmup_steps={self.warmup_steps} cannot be negative; 0 means none"
         for name in ("final_lr_share", "cooldown_share"):

@@ -109,8 +109,8 @@ def finished(config: DataConfig, fingerprint: str) -> Prepared | None:
         return Prepared(config.folder, manifest, json.loads((config.folder / "report.json").read_text()))
     if not config.overwrite:
         raise UserError(
-            f"{config.folder} holds data prepared from other texts or settings; "
-            "choose another folder, or overwrite=true to replace it"
+            f"{config.folder} holds data prepared from other texts or settings; name another folder for it, "
+            "or have it replaced: --overwrite of `plume prepare`, --data.overwrite of a run"
         )
     return None
 
@@ -121,8 +121,8 @@ def open_work(config: DataConfig, fingerprint: str) -> Path:
     if planned(work) not in (None, fingerprint):
         if any(work.glob("[0-9]*.json")) and not config.overwrite:
             raise UserError(
-                f"{config.folder} holds unfinished data of other texts or settings; finish that run, "
-                "choose another folder, or overwrite=true to drop it"
+                f"{config.folder} holds unfinished data of other texts or settings; finish that, name another "
+                "folder, or have it dropped: --overwrite of `plume prepare`, --data.overwrite of a run"
             )
         shutil.rmtree(work)
     work.mkdir(exist_ok=True)

@@ -67,11 +67,11 @@ def archive(path: Path, tally: Tally) -> Iterator[Document]:
             tally.add("damaged WARC record", str(path))
 
 
-def optional(module: str, purpose: str) -> Any:
+def optional(module: str, purpose: str, extra: str = "web") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError(f"{purpose} need the package {module}: pip install 'plume-lm[web]'") from None
+        raise UserError(f"{purpose} need the package {module}: pip install 'plume-lm[{extra}]'") from None
 
 
 def hub_name(spec: str) -> tuple[str, str | None, str]:
@@ -117,7 +117,7 @@ def answers(place: SplitResult) -> bool:
 def load_hub(spec: str) -> Any:
     """A hub dataset, streamed unless the hub is off limits; then what the cache holds."""
     offline = hub_is_far()
-    datasets = optional("datasets", "hub datasets")
+    datasets = optional("datasets", "hub datasets", "hub")
     name, configuration, split = hub_name(spec)
     try:
         return datasets.load_dataset(name, configuration, split=split, streaming=not offline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,8 @@ def run_all(config: EvaluateConfig) -> Report:
     config = replace(config, data=data_folder(config))
     names = [name for name in config.tasks if not name.startswith("harness:")]
     tasks = all_tasks(names, config)
+    if len(names) < len(config.tasks) and importlib.util.find_spec("lm_eval") is None:
+        raise UserError("harness:NAME needs lm-evaluation-harness: pip install 'plume-lm[eval]'")
     protocol = protocol_called(
         config.protocol, border=config.border, stride=config.stride, stop_words=config.stop_words
     )

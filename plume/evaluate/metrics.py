@@ -217,7 +217,7 @@ def _sacrebleu() -> Any:
     try:
         import sacrebleu
     except ImportError:
-        raise UserError("translations are measured with sacrebleu: pip install plume-lm[eval]") from None
+        raise UserError("translations are measured with sacrebleu: pip install 'plume-lm[eval]'") from None
     return sacrebleu
 
 
@@ -225,7 +225,7 @@ def rouge(said: str, answers: Sequence[str]) -> dict[str, float]:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
-        raise UserError("summaries are measured with rouge-score: pip install plume-lm[eval]") from None
+        raise UserError("summaries are measured with rouge-score: pip install 'plume-lm[eval]'") from None
     scorer = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
     found = [scorer.score(answer, said) for answer in answers]
     return {name: max(f[name].fmeasure for f in found) for name in ("rouge1", "rouge2", "rougeL")}

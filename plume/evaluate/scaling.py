@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from plume.config import PretrainConfig, SweepConfig, UserError
+from plume.config.screen import tell
 from plume.evaluate.report import picture, table
 from plume.files import write_json, write_text
 from plume.train.runs import RECIPE, RunInfo, read_metrics, read_run
@@ -39,7 +40,8 @@ def run_sweep(config: SweepConfig) -> dict[str, Any]:
         if not finished(folder, config.train.steps):
             result = pretrain(of_size(config, name, resume=(folder / RECIPE).is_file()))
             if not result.outcome.finished:
-                raise UserError(f"stopped while training {name}; the same command goes on from there")
+                tell(f"stopped while training {name}; the same command goes on from there")
+                raise KeyboardInterrupt
     sizes = [measured(config.folder / name, name) for name in ordered(config.sizes)]
     report: dict[str, Any] = {"sizes": [asdict(size) for size in sizes], "fits": fits(sizes)}
     write_json(config.folder / "report.json", report)

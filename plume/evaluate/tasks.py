@@ -348,7 +348,7 @@ def hub_source(task: Task, split: Split, data: Path | None) -> Source | None:
 
         rows = datasets.load_dataset(name, config or None, split=wanted)
     except ImportError:
-        raise UserError(f"{missing(task, data)}; the hub's copy needs: pip install datasets") from None
+        raise UserError(f"{missing(task, data)}; the hub's copy needs: pip install 'plume-lm[hub]'") from None
     except Exception as error:  # the library raises anything, most often that there is no network
         if split == "train":
             return None

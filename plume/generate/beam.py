@@ -46,11 +46,13 @@ def beam_search(
         engine.encode(0, fit_prompt(source, config, engine.capacity + 1, lm.config.vocab_size))
     search = Search(lm, config, len(tokens))
     feeds, beams = [Feed(0, tokens)], [Beam(0, tuple(tokens))]
-    while beams:
-        logits = engine.step(feeds)
-        beams = search.advance(beams, logits)
-        feeds = [Feed(beam.slot, beam.tokens[-1:]) for beam in beams]
-    lm.runner.forget()
+    try:
+        while beams:
+            logits = engine.step(feeds)
+            beams = search.advance(beams, logits)
+            feeds = [Feed(beam.slot, beam.tokens[-1:]) for beam in beams]
+    finally:
+        lm.runner.forget()
     return search.result()
 
 
@@ -66,7 +68,12 @@ class Search:
     def advance(self, beams: list[Beam], logits: Any) -> list[Beam]:
         """One token further; the beams that go on, each already in its slot."""
         following = list[tuple[Beam, Beam]]()
-        for rank, (parent, child) in enumerate(self._children(beams, logits)):
+        children = self._children(beams, logits)
+        if not children:  # everything is banned
+            for beam in beams:
+                self._finish(beam, "length")
+            return []
+        for rank, (parent, child) in enumerate(children):
             if child.tokens[-1] in self.ends:
                 if rank < self.config.beams:
                     self._finish(child, "stop")
@@ -104,7 +111,7 @@ class Search:
 
     def _stopped(self, beam: Beam) -> Beam | None:
         """The beam when it has just come to a stop text."""
-        if not self.config.stop:
+        if not self.config.stop or len(beam.logprobs) < self.config.min_new_tokens:
             return None
         text = self.lm.tokenizer.decode(beam.tokens[self.prompt_length :])
         return beam if any(stop in text for stop in self.config.stop) else None
@@ -145,7 +152,7 @@ class Search:
 
     def _generation(self, beam: Beam, reason: str) -> Generation:
         new = beam.tokens[self.prompt_length :]
-        shown = new[:-1] if new[-1] in self.ends else new
+        shown = new[:-1] if new and new[-1] in self.ends else new
         text = self.lm.tokenizer.decode(shown)
         cuts = [at for at in (text.find(stop) for stop in self.config.stop) if at >= 0]
         return Generation(

@@ -7,7 +7,9 @@ import multiprocessing
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -123,16 +125,23 @@ class Contender:
         return answer
 
 
+def well(name: str, work: Callable[[], None]) -> bool:
+    """Whether something went well; a peer's fault must not end the run."""
+    try:
+        work()
+    except RuntimeError as error:
+        if name.startswith("plume"):
+            raise
+        print(f"{name} is left out: {error}")
+        return False
+    return True
+
+
 def started(names: list[str], setting: Setting) -> list[Contender]:
-    """Those that start; a peer's fault must not end the run."""
-    found = []
+    """Those that start."""
+    found = list[Contender]()
     for name in names:
-        try:
-            found.append(Contender(name, setting))
-        except RuntimeError as error:
-            if name.startswith("plume"):
-                raise
-            print(f"{name} could not start and is left out: {error}")
+        well(name, lambda name=name: found.append(Contender(name, setting)))  # type: ignore[misc]
     return found
 
 
@@ -164,14 +173,18 @@ def bench_decode(config: DecodeBenchConfig) -> Report:
         everyone = started(chosen(config), Setting(folder, config, threads, room, prompts, long_prompt))
         bandwidths = []
         for number in range(config.rounds + 1):
-            for one in everyone:
-                for job in jobs_of(config):
-                    one.measure(job, keep=number > 0)  # the first round only warms up
+            turn = partial(take_turn, config=config, keep=number > 0)  # the first round only warms up
+            everyone = [one for one in everyone if well(one.name, partial(turn, one))]
             bandwidths.append(read_bandwidth(threads))
         growth = context_growth(folder, config)
         for one in everyone:
             one.close()
     return Report([_row(one, everyone, max(bandwidths), config) for one in everyone], max(bandwidths), growth)
+
+
+def take_turn(one: Contender, *, config: DecodeBenchConfig, keep: bool) -> None:
+    for job in jobs_of(config):
+        one.measure(job, keep=keep)
 
 
 def jobs_of(config: DecodeBenchConfig) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -50,9 +50,6 @@ def configure(model: str, prompt: str | None, words: Sequence[str]) -> GenerateC
         overrides[homes.get(plain, "") + plain] = value
     table: dict[str, Any] = {"model": model, **({} if prompt is None else {"prompt": prompt})}
     table = with_overrides(table, overrides)
-    stop = table.get("sampling", {}).get("stop")
-    if isinstance(stop, str):
-        table["sampling"]["stop"] = [stop]
     return build(GenerateConfig, table)
 
 
@@ -112,7 +109,7 @@ def _show_all(results: list[Generation], out: TextIO) -> str:
 def read_prompts(path: Path) -> Iterator[str]:
     """One prompt per line, or the "prompt" of each line of JSON."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # other ends of lines may stand inside a prompt
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
     except UnicodeDecodeError as error:
@@ -241,7 +238,7 @@ class Conversation:
         self.sampling = build(SamplingConfig, with_overrides(table, {name: value}))
 
     def options(self, _: str) -> None:
-        plain = replace(SamplingConfig())
+        plain = SamplingConfig()
         changed = [
             f"{f.name} = {getattr(self.sampling, f.name)}"
             for f in fields(SamplingConfig)

@@ -61,14 +61,14 @@ def fit_prompt(prompt: Sequence[int], config: SamplingConfig, context: int, voca
         )
     if len(prompt) < context:
         return list(prompt)
+    new = 1 if config.max_new_tokens is None else config.max_new_tokens
+    cut = max(1, context - new)
     if config.overflow == "refuse":
         raise UserError(
             f"the prompt has {len(prompt)} tokens, but the context holds {context} with at least one new one; "
-            f"overflow=truncate keeps the last {context - 1}, overflow=slide moves the window on"
+            f"overflow=truncate keeps the last {cut}, overflow=slide moves the window on"
         )
-    new = 1 if config.max_new_tokens is None else config.max_new_tokens
-    room = context - new if config.overflow == "truncate" else context // 2
-    return list(prompt[-max(1, room) :])
+    return list(prompt[-(cut if config.overflow == "truncate" else max(1, context // 2)) :])
 
 
 class Healing:

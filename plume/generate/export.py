@@ -110,7 +110,7 @@ def write_gguf(model: Model, tokenizer: Tokenizer, path: Path, precision: str, n
     try:
         import gguf
     except ImportError:
-        raise UserError("writing GGUF needs the gguf package: pip install gguf") from None
+        raise UserError("writing GGUF needs the gguf package: pip install 'plume-lm[export]'") from None
     c = model.config
     writer = gguf.GGUFWriter(path, "gpt2")
     writer.add_name(name)
@@ -233,7 +233,7 @@ def write_onnx(model: Model, path: Path, *, cache: bool) -> None:
     try:
         import onnxscript  # noqa: F401
     except ImportError:
-        raise UserError("writing ONNX needs the onnx and onnxscript packages: pip install onnx onnxscript") from None
+        raise UserError("writing ONNX needs the onnx and onnxscript packages: pip install 'plume-lm[export]'") from None
     c, dim = model.config, torch.export.Dim
     tokens = torch.zeros(2, 3, dtype=torch.long)
     batch, length, past = dim("batch"), dim("tokens", max=c.context), dim("past", max=c.context)

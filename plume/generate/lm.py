@@ -46,9 +46,11 @@ CALLS = {  # how a model with this head is asked
 }
 
 
-def how_to_ask(head: str, place: str) -> str:
-    """Where a model answers, and with which words in Python."""
-    return f"ask it in Python: plume.load({place!r}).{CALLS[head]}, or over HTTP: plume serve {shlex.quote(place)}"
+def how_to_ask(head: str, place: str, *, two_stacks: bool = False) -> str:
+    """Where a model answers, and with which words in Python. Choices and translations are not asked over HTTP."""
+    call = 'translate("...")' if two_stacks else CALLS[head]
+    served = "" if two_stacks or head == "choose" else f", or over HTTP: plume serve {shlex.quote(place)}"
+    return f"ask it in Python: plume.load({place!r}).{call}{served}"
 
 
 class LM:
@@ -92,18 +94,20 @@ class LM:
         return load_model(self.folder)
 
     @cached_property
-    def draft(self) -> Engine:
+    def draft(self) -> Runner:
+        """What writes ahead, with a slot for each text under way."""
         if self.engine_config.draft is None:
             raise UserError("speculate=draft needs a draft model; name its folder with draft=")
-        engine = open_engine(self.engine_config.draft, EngineConfig(precision=self.engine_config.precision, slots=1))
+        engine = open_engine(self.engine_config.draft, replace(self.engine_config, draft=None))
         check_draft(self.engine, engine)
-        return engine
+        return Runner(engine)
 
     def close(self) -> None:
-        """Give back the engine's threads."""
-        for name in ("engine", "draft"):
-            if name in self.__dict__:
-                self.__dict__.pop(name).close()
+        """Give back the engines' threads."""
+        if "engine" in self.__dict__:
+            self.__dict__.pop("engine").close()
+        if "draft" in self.__dict__:
+            self.__dict__.pop("draft").engine.close()
         self.__dict__.pop("runner", None)
 
     # -- writing
@@ -176,18 +180,20 @@ class LM:
         return self._pieces(continuation)
 
     def _pieces(self, continuation: Continuation) -> Iterator[str]:
-        for moved in self.runner.run([continuation]):
-            if piece := moved.news():
+        for _ in self.runner.run([continuation]):
+            if piece := continuation.news():
                 yield piece
+        if piece := continuation.news():  # another stream's step has ended it
+            yield piece
 
     def _check_writes(self) -> None:
+        place = "MODEL" if self.folder is None else str(self.folder)
         if self.head != "next-token":
-            place = "MODEL" if self.folder is None else str(self.folder)
             raise UserError(
                 f"this model has a {self.head} head and does not write text; {how_to_ask(self.head, place)}"
             )
         if self.config.decoder_layers:
-            raise UserError("this model answers to a source text: use translate")
+            raise UserError(f"this model answers to a source text; {how_to_ask(self.head, place, two_stacks=True)}")
 
     def translate(
         self, source: str, config: SamplingConfig | None = None, **options: Unpack[SamplingOptions]
@@ -224,6 +230,8 @@ class LM:
 
     def suggest(self, text: str, n: int = 3) -> list[str]:
         """Whole words that may come next, or complete the last one, as a keyboard suggests them."""
+        if n < 1:
+            raise UserError(f"n={n} must be at least 1, for example 3")
         self._check_writes()
         config = SamplingConfig(temperature=0, max_new_tokens=8, heal=not text.endswith((" ", "\n")), n=1)
         first = self._continuation(self.encode(text), config, seed=0, sample=0)
@@ -254,7 +262,8 @@ class LM:
             if opens or not self.text_of(following).strip(" \n\t.,;:!?\"'()"):
                 break
             word.append(following)
-        return self.tokenizer.decode_bytes(word)[len(owed) :].decode(errors="replace")
+        spelled = self.tokenizer.decode_bytes(word)
+        return spelled[len(owed) :].decode(errors="replace") if spelled.startswith(owed) else ""
 
     def score(self, text: str | Sequence[int], *, stride: int | None = None) -> Score:
         """Log-probability, rank and entropy of each token. Long texts are read in windows that overlap."""
@@ -262,12 +271,16 @@ class LM:
         tokens = self.encode(text)
         if not tokens:
             raise UserError("there is no text to score")
+        if wrong := [token for token in tokens if not 0 <= token < self.config.vocab_size]:
+            raise UserError(f"token id {wrong[0]} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
         start = self.tokenizer.end if self.tokenizer.start is None else self.tokenizer.start
         window = [start, *tokens] if start is not None else tokens
         if len(window) < 2:
             raise UserError("one token alone cannot be scored: this tokenizer has no start token")
         context = self.engine.capacity
         stride = context // 2 if stride is None else stride
+        if not 1 <= stride < context:
+            raise UserError(f"stride={stride} must lie between 1 and {context - 1}, for example {context // 2}")
         scores, done = list[TokenScore](), 1
         while done < len(window):
             begin = 0 if done < context else done - (context - stride)
@@ -289,9 +302,13 @@ class LM:
         return looking.fill_mask(self.model, self.tokenizer, text, k)
 
     def embed(
-        self, texts: Sequence[str], *, pool: Literal["mean", "summary"] = "mean", batch: int = 16
+        self,
+        texts: Sequence[str | Sequence[int]],
+        *,
+        pool: Literal["mean", "summary"] = "mean",
+        batch: int = 16,
     ) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """One vector per text: the mean of the last hidden states, or the family's own summary. (N, D)"""
+        """One vector per text (or its ids): the mean of the last hidden states, or the family's own summary. (N, D)"""
         return looking.embed(self.model, self.tokenizer, texts, pool=pool, batch=batch)
 
     # -- fine-tuned heads

@@ -86,6 +86,8 @@ def fill_mask(model: Model, tokenizer: Tokenizer, text: str, k: int) -> list[lis
     """For each mask in the text, the k likeliest tokens there."""
     import torch
 
+    if k < 1:
+        raise UserError(f"k={k} must be at least 1, for example 5")
     if model.kind not in ("masked-token", "pretraining") or tokenizer.mask is None:
         raise UserError(f"a model with a {model.kind} head cannot fill a mask; one with a masked-token head can")
     ids, segments = tokenizer.wrap(tokenizer.encode(text, allow_special=True))
@@ -95,15 +97,21 @@ def fill_mask(model: Model, tokenizer: Tokenizer, text: str, k: int) -> list[lis
     if len(ids) > model.config.context:
         raise UserError(f"the text has {len(ids)} tokens, the context holds {model.config.context}")
     with torch.inference_mode():
-        given = torch.tensor([segments]) if model.config.segments > 1 else None
-        logits = model(torch.tensor([ids]), segments=given)[0].numpy()  # (T, V)
+        device = model.table.device
+        given = torch.tensor([segments], device=device) if model.config.segments > 1 else None
+        logits = model(torch.tensor([ids], device=device), segments=given)[0].float().cpu().numpy()  # (T, V)
     return [likeliest(tokenizer, logits[place], k) for place in places]
 
 
 def embed(
-    model: Model, tokenizer: Tokenizer, texts: Sequence[str], *, pool: Literal["mean", "summary"], batch: int
+    model: Model,
+    tokenizer: Tokenizer,
+    texts: Sequence[str | Sequence[int]],
+    *,
+    pool: Literal["mean", "summary"],
+    batch: int,
 ) -> Floats:
-    """One vector per text: the mean of the last hidden states, or the family's own summary. (N, D)"""
+    """One vector per text (or its ids): the mean of the last hidden states, or the family's own summary. (N, D)"""
     import torch
 
     from plume.heads import Summary, mean_pool
@@ -112,15 +120,18 @@ def embed(
     summary = next((m for m in model.modules() if isinstance(m, Summary)), None)
     if pool == "summary" and summary is None:
         raise UserError("this model has no summary of its own; pool=mean always works")
-    encoded = [tokenizer.wrap(tokenizer.encode(text))[0][: model.config.context] for text in texts]
+    given = [tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts]
+    room = model.config.context - len(tokenizer.wrap([])[0])  # beside the family's own tokens
+    encoded = [tokenizer.wrap(ids[:room])[0] for ids in given]
     if empty := [i for i, ids in enumerate(encoded) if not ids]:
         raise UserError(f"text {empty[0]} is empty")
     pooled = mean_pool if pool == "mean" or summary is None else summary
     rows = list[Floats]()
     for at in range(0, len(encoded), batch):
         part = encoded[at : at + batch]
-        lengths = torch.tensor([len(ids) for ids in part])
-        tokens = torch.tensor([ids + [0] * (int(lengths.max()) - len(ids)) for ids in part])
+        longest = max(map(len, part))
+        lengths = torch.tensor([len(ids) for ids in part], device=model.table.device)
+        tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in part], device=model.table.device)
         with torch.inference_mode():
-            rows.append(pooled(body(tokens, lengths=lengths), lengths).numpy())  # (N, D)
+            rows.append(pooled(body(tokens, lengths=lengths), lengths).float().cpu().numpy())  # (N, D)
     return np.concatenate(rows)

@@ -73,7 +73,9 @@ def llama_engine(setting: Setting, kind: str) -> Engine:
     gguf = llama_file(setting, kind)
     model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), llama_cpp.llama_model_default_params())
     context = llama_cpp.llama_init_from_model(model, llama_settings(setting))
-    batch = llama_cpp.llama_batch_init(max(512, setting.config.prefill_tokens), 0, setting.config.batch)
+    config = setting.config
+    most = max(config.prefill_tokens, config.prompt_tokens, config.batch)
+    batch = llama_cpp.llama_batch_init(most, 0, config.batch)
 
     def feed(rows: Sequence[tuple[int, int, int, bool]]) -> None:
         batch.n_tokens = len(rows)

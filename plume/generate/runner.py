@@ -68,12 +68,12 @@ class Runner:
         return moved
 
     def run(self, continuations: Sequence[Continuation]) -> Iterator[Continuation]:
-        """Run these to their ends, yielding each whenever it has moved."""
+        """Run these to their ends, yielding each whenever it has moved; others under way move along."""
         for continuation in continuations:
             self.add(continuation)
         try:
             while any(c.finish_reason is None for c in continuations):
-                yield from self.step()
+                yield from (moved for moved in self.step() if any(moved is one for one in continuations))
         finally:
             for continuation in continuations:
                 self.drop(continuation)
@@ -119,9 +119,9 @@ class Runner:
         return Feed(slot, new, 1 + len(guesses)), guesses
 
     def _keep(self, slot: int, length: int) -> None:
-        if length < len(self.read[slot]):
+        if length < self.engine.length(slot):  # more than is noted here, where a step was interrupted
             self.engine.rewind(slot, length)
-            del self.read[slot][length:]
+        del self.read[slot][length:]
 
     def _admit(self) -> None:
         """Seat those who wait. One whose beginning another newcomer is about to read waits a step and copies it."""

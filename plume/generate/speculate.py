@@ -30,8 +30,8 @@ def look_up(tokens: Sequence[int], most: int) -> list[int]:
 class Draft:
     """A smaller model that writes ahead with the target's own noise, so that the two often draw the same token."""
 
-    def __init__(self, engine: Engine, config: SamplingConfig, *, seed: int, sample: int, prompt_length: int) -> None:
-        self.runner, self.config = Runner(engine), config
+    def __init__(self, runner: Runner, config: SamplingConfig, *, seed: int, sample: int, prompt_length: int) -> None:
+        self.runner, self.config = runner, config
         self.seed, self.sample, self.prompt_length = seed, sample, prompt_length
 
     def __call__(self, tokens: Sequence[int], most: int) -> list[int]:

@@ -143,4 +143,5 @@ class TorchEngine:
             self.memories[target] = self.memories[source]
 
     def close(self) -> None:
-        self.store = self.store[:, :, :0]
+        self.store = torch.empty(0)
+        self.memories.clear()

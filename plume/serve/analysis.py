@@ -162,12 +162,10 @@ async def embeddings(served: Served, asked: schemas.EmbeddingRequest) -> dict[st
     many = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
     if asked.dimensions is not None and asked.dimensions != lm.config.width:
         raise ApiError(400, f"dimensions must be {lm.config.width}, the model's width", param="dimensions")
-    count = 0
-    for item in many:
-        ids = served.tokens_of(item, None) if isinstance(item, str) else served.tokens_of(None, item)
+    texts = [served.tokens_of(item, None) if isinstance(item, str) else served.tokens_of(None, item) for item in many]
+    for ids in texts:
         served.check_length(tokenizer.wrap(ids)[0])
-        count += len(ids)
-    texts = [item if isinstance(item, str) else tokenizer.decode(item) for item in many]
+    count = sum(map(len, texts))
     vectors = await served.think(lambda: lm.embed(texts))
     rows = [
         {"object": "embedding", "index": i, "embedding": coded(vector, asked.encoding_format)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+import traceback
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -105,6 +106,10 @@ class Completion:
         prompts = self._prompts()
         check(asked, served.config.max_new_tokens, len(prompts))
         self.config = sampling_config(asked)
+        samples = self.config.n if self.config.best_of is None else self.config.best_of
+        wanted, room = samples * len(prompts), self.scheduler.room
+        if wanted > room:
+            raise ApiError(400, f"{wanted} sequences are asked for; this server takes {room}", param="n")
         self.prompts = prompts
         self.news: asyncio.Queue[tuple[Answer, Move]] = asyncio.Queue()
         self.answers: list[Answer] = []
@@ -221,7 +226,10 @@ class Completion:
                 yield sse({**self._head(), "choices": [], "usage": self.usage()})
             yield "data: [DONE]\n\n"
         except Exception as error:
-            yield sse(as_api_error(error).body())
+            told = as_api_error(error)
+            if told.status == 500:
+                traceback.print_exception(error)
+            yield sse(told.body())
         finally:
             self.give_up()
 

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from plume.config import UserError
-from plume.serve.scheduler import Busy, TimedOut
+from plume.serve.scheduler import Busy, Closed, TimedOut
 
 KINDS = {
     400: "invalid_request_error",
@@ -53,6 +53,8 @@ def as_api_error(error: Exception) -> ApiError:
         return busy(str(error), error.retry_after)
     if isinstance(error, TimedOut):
         return ApiError(408, str(error), code="timeout")
+    if isinstance(error, Closed):
+        return ApiError(503, str(error), code="closed", headers={"Retry-After": "1"})
     if isinstance(error, UserError):
         return ApiError(400, str(error))
     if isinstance(error, RequestValidationError):

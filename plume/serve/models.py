@@ -17,7 +17,7 @@ from plume.config import EngineConfig, ServeConfig, UserError, did_you_mean
 from plume.generate.lm import LM
 from plume.generate.runner import Runner
 from plume.serve.errors import ApiError
-from plume.serve.scheduler import Busy, ScheduledRunner, Scheduler
+from plume.serve.scheduler import DEADLINE, Busy, ScheduledRunner, Scheduler
 from plume.text import load_tokenizer
 from plume.weights import resolve
 
@@ -70,6 +70,10 @@ class Served:
         with torch.device("meta"):
             return sum(p.numel() for p in Model(self.lm.config, self.lm.head, self.lm.labels).parameters())
 
+    @property
+    def idle(self) -> bool:
+        return not self._thinking and (self.scheduler is None or not self.scheduler.active + self.scheduler.waiting)
+
     def writing(self) -> Scheduler:
         if self.scheduler is None:
             what = f"a {self.lm.head} head" if self.lm.head != "next-token" else "two stacks"
@@ -81,8 +85,14 @@ class Served:
         if self._thinking >= self.config.queue:
             raise Busy(2)
         self._thinking += 1
+        deadline = time.monotonic() + self.config.timeout
+
+        def bounded() -> T:
+            DEADLINE.set(deadline)
+            return work()
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, bounded)
         finally:
             self._thinking -= 1
 
@@ -207,9 +217,9 @@ class Models:
                 lambda: Served(name, origin, open_checkpoint(origin, self.config), self.config)
             )
             self._lazy[name] = served
-            while len(self._lazy) > CHECKPOINTS_OPEN:
-                _, old = self._lazy.popitem(last=False)
-                await asyncio.to_thread(old.close)
+            idle = [other for other, old in self._lazy.items() if old.idle and old is not served]
+            for other in idle[: max(0, len(self._lazy) - CHECKPOINTS_OPEN)]:
+                await asyncio.to_thread(self._lazy.pop(other).close)
             return served
         finally:
             del self._opening[name]
@@ -238,14 +248,20 @@ def open_lm(place: str, config: ServeConfig) -> LM:
     return LM(folder, load_tokenizer(folder), engine_settings(config))
 
 
+def name_and_place(given: str) -> tuple[str, str]:
+    """NAME=PLACE taken apart. A path that is there is a place alone, whatever stands in it."""
+    path = Path(given).expanduser()
+    if path.exists():
+        return path.resolve().name, given
+    name, equals, place = given.partition("=")
+    return name, place if equals else given
+
+
 def named(models: Sequence[str]) -> dict[str, str]:
     """A name for each model: as given by NAME=PLACE, or the last part of its place."""
     found: dict[str, str] = {}
     for given in models:
-        name, equals, place = given.partition("=")
-        if not equals:
-            path = Path(given).expanduser()
-            name, place = (path.resolve().name if path.exists() else given), given
+        name, place = name_and_place(given)
         if name in found:
             raise UserError(f"two models would be called {name!r}; give one another name with NAME={place}")
         found[name] = place

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 
 from plume.config import ServeConfig, UserError
 from plume.serve.app import create_app
+from plume.serve.models import name_and_place
 from plume.train.runs import RECIPE
 
 
@@ -62,7 +63,7 @@ def with_runs(config: ServeConfig) -> ServeConfig:
     """Beside a model that lies in a run folder, the runs next to it are shown."""
     if config.runs is None:
         for given in config.models:
-            folder = Path(given.rpartition("=")[2]).expanduser()
+            folder = Path(name_and_place(given)[1]).expanduser()
             if (folder / RECIPE).is_file():
                 return replace(config, runs=folder.resolve().parent)
     return config

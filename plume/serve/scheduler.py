@@ -8,6 +8,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,19 @@ class Busy(Exception):
 
 class TimedOut(Exception):
     """The request took longer than the server allows."""
+
+    def __init__(self) -> None:
+        super().__init__("the request took longer than the server allows")
+
+
+class Closed(Exception):
+    """Nobody drives this engine any more."""
+
+    def __init__(self) -> None:
+        super().__init__("this model is being closed; try again")
+
+
+DEADLINE = ContextVar("DEADLINE", default=math.inf)  # until when whoever asks from this thread may go on looking
 
 
 @dataclass(frozen=True)
@@ -123,12 +137,19 @@ class Scheduler:
         return len(self._inbox) + sum(len(line) for line in self._waiting.values())
 
     @property
+    def room(self) -> int:
+        """Sequences that it takes when it has nothing to do."""
+        return self.queue + self.seats
+
+    @property
     def active(self) -> int:
         return len(self._seated)
 
     def submit(self, tickets: Sequence[Ticket]) -> None:
         """Put the sequences of one request in line, all or none."""
         with self._news:
+            if self._closed:
+                raise Closed
             line = self.waiting
             if line + len(tickets) > self.queue + max(0, self.seats - self.active):
                 raise Busy(max(1, math.ceil((line + 1) / self.seats * self._seconds)))
@@ -145,6 +166,8 @@ class Scheduler:
         """The logits of the last `wanted` tokens, between two steps of those who write."""
         answer: Future[Logits] = Future()
         with self._news:
+            if self._closed:
+                raise Closed
             if len(self._looks) >= self.queue:
                 raise Busy(1)
             self._looks.append(Look(tokens, wanted, answer))
@@ -179,7 +202,7 @@ class Scheduler:
                 self._answer(look)
             self._seat()
             self._step()
-        self._give_up(RuntimeError("the server is stopping"))
+        self._give_up(Closed())
 
     def _has_work(self) -> bool:
         return bool(self._inbox or self._leaving or self._looks or self._waiting or self._seated)
@@ -187,11 +210,12 @@ class Scheduler:
     def _seat(self) -> None:
         """Fill the free seats, one sequence of each client in turn."""
         while self._waiting and len(self._seated) < self.seats:
-            client, line = next(iter(self._waiting.items()))
-            ticket = line.popleft()
-            self._waiting.move_to_end(client)
-            if not line:
-                del self._waiting[client]
+            with self._news:
+                client, line = next(iter(self._waiting.items()))
+                ticket = line.popleft()
+                self._waiting.move_to_end(client)
+                if not line:
+                    del self._waiting[client]
             ticket.seated = time.monotonic()
             self._seated[id(ticket.continuation)] = ticket
             self.runner.add(ticket.continuation)
@@ -236,16 +260,17 @@ class Scheduler:
         for ticket in late:
             self._remove(ticket)
             self.counters.timed_out += 1
-            ticket.on_move(Move("", (), None, TimedOut("the request took longer than the server allows")))
+            ticket.on_move(Move("", (), None, TimedOut()))
 
     def _remove(self, ticket: Ticket) -> bool:
         """Whether it was still here."""
-        line = self._waiting.get(ticket.client)
-        if line is not None and ticket in line:
-            line.remove(ticket)
-            if not line:
-                del self._waiting[ticket.client]
-            return True
+        with self._news:
+            line = self._waiting.get(ticket.client)
+            if line is not None and ticket in line:
+                line.remove(ticket)
+                if not line:
+                    del self._waiting[ticket.client]
+                return True
         if self._seated.pop(id(ticket.continuation), None) is None:
             return False
         self.runner.drop(ticket.continuation)
@@ -253,16 +278,18 @@ class Scheduler:
 
     def _give_up(self, error: Exception) -> None:
         """Tell everybody, and forget what the engine had read: after a failed step it may be anything."""
-        tickets = [*self._seated.values(), *(t for line in self._waiting.values() for t in line), *self._inbox]
-        self._waiting.clear()
+        with self._news:
+            tickets = [*self._seated.values(), *(t for line in self._waiting.values() for t in line), *self._inbox]
+            looks = list(self._looks)
+            for line in (self._waiting, self._inbox, self._looks):
+                line.clear()
         for ticket in tickets:
             self._remove(ticket)
             self.counters.failed += 1
             ticket.on_move(Move("", (), None, error))
-        self._seated.clear()
-        self._inbox.clear()
-        while self._looks:
-            self._looks.popleft().answer.set_exception(error)
+        for look in looks:
+            if look.answer.set_running_or_notify_cancel():
+                look.answer.set_exception(error)
         for slot, read in enumerate(self.runner.read):
             self.runner.engine.rewind(slot, 0)
             read.clear()
@@ -275,6 +302,8 @@ class ScheduledRunner:
         self.scheduler = scheduler
 
     def look(self, tokens: Sequence[int], wanted: int = 1) -> Logits:
+        if time.monotonic() > DEADLINE.get():
+            raise TimedOut
         return self.scheduler.look(tokens, wanted).result()
 
     def run(self, continuations: Sequence[Any]) -> Any:

@@ -24,7 +24,7 @@ from plume.train.devices import choose_precision
 from plume.train.loop import Outcome, Trainer
 from plume.train.objectives import CHUNK_NUMBERS, TensorBatch, Tokens, token_features
 from plume.train.optim import whole
-from plume.train.pretrain import as_json, make_task, no_trace_of_failure, open_folder, plain, prepared_data
+from plume.train.pretrain import as_json, begun, make_task, plain, prepared_data
 from plume.train.ranks import join
 from plume.weights import load_model, resolve, save_model
 
@@ -245,11 +245,10 @@ OBJECTIVE_OF = {"next-token": "language-model", "masked-token": "masked", "pretr
 def distill(config: DistillConfig) -> DistillResult:
     """Train a student on prepared or raw texts, and compare it with its teacher on the held-out ones."""
     with join(config.train.device) as ranks:
-        with no_trace_of_failure(config.folder, ranks):
+        with begun(config, ranks):
             place = resolve(config.teacher)
             teacher = masked_only(load_model(place))
             view = as_pretraining(config, teacher, place)
-            open_folder(config, ranks)
             data = prepared_data(view, ranks)
             tokenizer = load_tokenizer(data / "tokenizer")
             if tokenizer.hash != load_tokenizer(place).hash:

@@ -55,7 +55,7 @@ class Diagnosis:
         return {**asdict(self), "well": self.well}
 
 
-def doctor(device: str = "auto", patience: float = 30.0) -> Diagnosis | None:
+def doctor(device: str = "auto", timeout: float = 30.0) -> Diagnosis | None:
     """Examine this machine, or every rank under torchrun; only the main rank gets the answer, the others None."""
     with join(device) as ranks:
         mine = examine(ranks)
@@ -63,8 +63,8 @@ def doctor(device: str = "auto", patience: float = 30.0) -> Diagnosis | None:
         dead: list[int] = []
         seconds: float | None = None
         if ranks.many:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience))
-            dead = missing_ranks(group, ranks, patience)
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+            dead = missing_ranks(group, ranks, timeout)
             if dead:
                 return diagnose([mine], dead, None) if ranks.main else None
             gathered: list[Any] = [None] * ranks.size
@@ -96,10 +96,10 @@ def memory_bytes(device: torch.device) -> int:
     return 0
 
 
-def missing_ranks(group: Any, ranks: Ranks, patience: float) -> list[int]:
+def missing_ranks(group: Any, ranks: Ranks, timeout: float) -> list[int]:
     """Ranks that do not reach a barrier in time; the others then know it too."""
     try:
-        dist.monitored_barrier(group, timeout=timedelta(seconds=patience), wait_all_ranks=True)
+        dist.monitored_barrier(group, timeout=timedelta(seconds=timeout), wait_all_ranks=True)
     except RuntimeError as error:
         named = re.search(r"Ranks? ([\d, ]+) failed", str(error))
         found = [int(number) for number in re.findall(r"\d+", named[1])] if named else []

@@ -19,7 +19,7 @@ from plume.train.jobs import JobSettings, LabelJob, settings_from
 from plume.train.judge import best_null, measure, predict, sign, write_predictions
 from plume.train.labelled import Grouped
 from plume.train.loop import Outcome, Task, Trainer
-from plume.train.pretrain import no_trace_of_failure, open_folder
+from plume.train.pretrain import begun
 from plume.train.ranks import Ranks, join
 from plume.train.report import describe_data, describe_run, plot_confusion, plot_curves
 from plume.train.span_job import SpanJob
@@ -177,9 +177,8 @@ def finetune(config: FinetuneConfig, *, writer: Writer | None = None) -> Finetun
     `writer` gives an encoder-decoder's texts; plume.finetune brings the generator's.
     """
     with join(config.device) as ranks:
-        with no_trace_of_failure(config.folder, ranks):
+        with begun(config, ranks):
             plan = make_plan(config, writer)
-            open_folder(config, ranks)
         precision = choose_precision(ranks.device, config.precision)
         if ranks.main:
             tell(describe_data(plan))

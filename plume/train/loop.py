@@ -216,7 +216,7 @@ class Trainer:
         self.progress.say(f"out of memory at step {self.step}: now {rows} sequences at a time, same batch")
 
     def clip(self, norm: float) -> None:
-        if self.config.clip is not None and norm > self.config.clip:
+        if norm > self.config.clip:
             for together in same_mesh(self.optimizers.gradients()):
                 torch._foreach_mul_(together, self.config.clip / (norm + 1e-6))
 

@@ -111,8 +111,7 @@ class ValidationBatches:
 def pretrain(config: PretrainConfig) -> RunResult:
     """Run a recipe: alone, or as one of many processes that torchrun started."""
     with join(config.train.device) as ranks:
-        with no_trace_of_failure(config.folder, ranks):
-            open_folder(config, ranks)
+        with begun(config, ranks):
             data = prepared_data(config, ranks)
             tokenizer = load_tokenizer(data / "tokenizer")
             torch.manual_seed(config.train.seed)
@@ -140,37 +139,46 @@ def pretrain(config: PretrainConfig) -> RunResult:
 # ---- the run folder ----------------------------------------------------------------------------------------------
 
 
+AnyRun = PretrainConfig | FinetuneConfig | DistillConfig
+
+
 @contextmanager
-def no_trace_of_failure(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """A run that cannot even begin leaves no folder behind that was not there before."""
-    new = not folder.exists()
+def begun(config: AnyRun, ranks: Ranks) -> Iterator[None]:
+    """The run folder, around all that may refuse: a run that cannot begin leaves no folder behind that was not there
+    before, and the run that it would replace is still whole."""
+    folder = config.folder
+    new, replaces = not folder.exists(), (folder / RECIPE).is_file() and not config.resume
+    if ranks.main:
+        check_folder(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not replaces:
+            write_recipe(folder, plain(config))
+    ranks.barrier()
     try:
         yield
     except UserError:
         if new and ranks.main:
             remove(folder)
         raise
-
-
-def open_folder(config: PretrainConfig | FinetuneConfig | DistillConfig, ranks: Ranks) -> None:
-    """Make the run folder, or make sure that what is there may be continued or replaced."""
-    folder = config.folder
-    if ranks.main:
-        if not (folder / RECIPE).is_file():
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise UserError(f"{folder} exists and is not a run folder, so it is left alone; name another")
-        elif config.resume:
-            refuse_other_settings(folder, plain(config))
-        elif config.overwrite:
-            remove_run(folder)
-        else:
-            raise UserError(
-                f"{folder} holds a run already; --resume goes on with it, --overwrite replaces it, "
-                "--folder names another place"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
+    if ranks.main and replaces:
+        remove_run(folder)
         write_recipe(folder, plain(config))
     ranks.barrier()
+
+
+def check_folder(config: AnyRun) -> None:
+    """Refuse a folder that is something else, or a run that may be neither continued nor replaced."""
+    folder = config.folder
+    if not (folder / RECIPE).is_file():
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} exists and is not a run folder, so it is left alone; name another")
+    elif config.resume:
+        refuse_other_settings(folder, plain(config))
+    elif not config.overwrite:
+        raise UserError(
+            f"{folder} holds a run already; --resume goes on with it, --overwrite replaces it, "
+            "--folder names another place"
+        )
 
 
 def refuse_other_settings(folder: Path, wanted: dict[str, Any]) -> None:
@@ -186,7 +194,7 @@ def remove_run(folder: Path) -> None:
         remove(folder / name)
 
 
-def plain(config: PretrainConfig | FinetuneConfig | DistillConfig) -> dict[str, Any]:
+def plain(config: AnyRun) -> dict[str, Any]:
     """The config as a recipe, without what only says how this call deals with the folder."""
     table = asdict(config)
     return {name: value for name, value in table.items() if name not in ("resume", "overwrite")}

@@ -220,7 +220,5 @@ def open_writers(folder: Path, config: TrainConfig) -> list[Writer]:
     ]
     for on, package, _ in wanted:
         if on and find_spec(package) is None:
-            raise UserError(
-                f"train.{package}=true needs the package {package}, which is not installed: pip install {package}"
-            )
+            raise UserError(f"train.{package}=true needs the package {package}: pip install 'plume-lm[track]'")
     return [make(folder) for on, _, make in wanted if on]

@@ -82,13 +82,14 @@ def check_family(two_stacks: bool, kind: str, model_type: str) -> None:
 
 
 def auxiliary_of(config: FinetuneConfig, kind: str, causal: bool) -> float:
-    if config.auxiliary is None:
+    if config.auxiliary_weight is None:
         return 0.5 if causal and kind in ("classify", "pair", "similarity", "choose") else 0.0
-    if config.auxiliary > 0 and not causal:
+    if config.auxiliary_weight > 0 and not causal:
         raise UserError(
-            f"auxiliary={config.auxiliary}: a model that sees both sides has no next-token loss; auxiliary=0 works"
+            f"auxiliary_weight={config.auxiliary_weight}: a model that sees both sides has no next-token loss; "
+            "auxiliary_weight=0 works"
         )
-    return config.auxiliary
+    return config.auxiliary_weight
 
 
 def make_job(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plume.config import UserError
+from plume.config.tables import RECIPE
 from plume.families import family_of
 from plume.files import aside, read_json, write_json, write_text
 from plume.weights.folder_config import read_config, to_hf_config
@@ -30,6 +31,8 @@ def resolve(name: str | Path) -> Path:
     for folder in (path, path / "model"):
         if (folder / "config.json").is_file():
             return folder
+    if (path / RECIPE).is_file():
+        raise UserError(f"{path} is a run that has not ended, so it has no model yet; --resume goes on with it")
     if path.exists():
         raise UserError(f"{path} has no config.json, so it is not a model folder")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)):

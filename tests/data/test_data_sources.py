@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plume.config import DataConfig, TokenizerConfig, UserError
-from plume.data import Tally, read_documents, read_rows
+from plume.data import Tally, read_documents, read_rows, web
 from plume.data.readers import read_part, read_piece
 from plume.data.rows import foreign
 from plume.data.sources import Part, Piece, cut_file, find_files, plan_pieces
@@ -304,6 +304,15 @@ def test_a_warc_file_gives_articles_with_their_addresses(tmp_path):
     (document,) = read_documents(config(tmp_path), tally)
     assert document.url == "http://a.org/owl" and "Owls hunt at night" in document.text
     assert tally.counts == {"not an HTML page": 1}
+
+
+def test_what_is_not_installed_names_its_extra(monkeypatch):
+    for name in ("datasets", "warcio"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match=r"pip install 'plume-lm\[hub\]'"):
+        web.load_hub("hub:some/set")
+    with pytest.raises(UserError, match=r"pip install 'plume-lm\[web\]'"):
+        web.optional("warcio", "WARC files")
 
 
 def test_a_hub_dataset_offline(tmp_path):

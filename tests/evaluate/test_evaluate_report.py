@@ -1,5 +1,6 @@
 """Whole evaluations: reports, resuming after a kill, comparison, contamination, metrics, the command line, sweeps."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -294,6 +295,30 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
         assert (one["name"], one["tokens"]) == (other["name"], other["tokens"])
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert one["validation"] == pytest.approx(other["validation"], rel=1e-4)
+
+
+def test_tasks_of_the_harness_need_the_harness(trained_folder, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "lm_eval" else find(name, *a))
+    with pytest.raises(UserError, match=r"needs lm-evaluation-harness: pip install 'plume-lm\[eval\]'"):
+        evaluate(EvaluateConfig(model=str(trained_folder), tasks=("harness:piqa",)))
+
+
+def test_a_stopped_sweep_says_so_and_goes_on(tmp_path, capsys, monkeypatch):
+    """Ctrl-C saves the size that is being trained; the exit code is that of a training that was stopped."""
+    from plume.train.loop import Trainer
+
+    recipe, validate = sweep_recipe(tmp_path, "stopped", 40, '["1x16"]'), Trainer.validate
+
+    def press(self, *given):
+        os.kill(os.getpid(), signal.SIGINT)
+        return validate(self, *given)
+
+    monkeypatch.setattr(Trainer, "validate", press)
+    assert main(["sweep", str(recipe)]) == 130
+    assert "stopped while training 1x16; the same command goes on from there" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert main(["sweep", str(recipe)]) == 0
 
 
 def drawn_by(monkeypatch, module, draw):

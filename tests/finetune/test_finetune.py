@@ -295,7 +295,7 @@ def test_every_way_to_adapt_runs(place, adapt, request):
             {},
             "an encoder-decoder",
         ),
-        ("bert", {}, {"auxiliary": 0.5}, "auxiliary=0.5.*auxiliary=0 works"),
+        ("bert", {}, {"auxiliary_weight": 0.5}, "auxiliary_weight=0.5.*auxiliary_weight=0 works"),
         ("gpt2", {"length": 9999}, {}, "task.length=9999 is longer than the model's context of 32"),
         ("gpt2", {}, {"metric": "f7"}, "metric='f7' is not one of this task's: accuracy"),
         ("gpt2", {}, {"adapt": AdaptConfig(freeze_layers=7)}, "freeze_layers=7 is more than"),

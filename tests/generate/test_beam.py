@@ -1,6 +1,7 @@
 """Beam search against transformers, and against looking at every text there is."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -74,3 +75,12 @@ def test_several_beams_come_best_first_and_stop_texts_end_them(lm):
     assert means == sorted(means, reverse=True)
     stop = result.text[2:4]
     assert stop not in lm.generate("hello", beams=4, max_new_tokens=8, stop=stop).text
+    later = lm.generate("hello", beams=4, max_new_tokens=8, min_new_tokens=6, ignore_end=True, stop=stop)
+    assert len(later.tokens) >= 6
+
+
+def test_a_search_that_may_write_nothing_more_ends(lm):
+    """No token may come twice, and the vocabulary is soon used up."""
+    bias = dict.fromkeys(range(6, lm.config.vocab_size), -math.inf)
+    found = lm.generate([0, 1], beams=2, no_repeat_ngram=1, logit_bias=bias, ignore_end=True, max_new_tokens=20)
+    assert sorted(found.tokens) == [2, 3, 4, 5] and found.finish_reason == "length"

@@ -148,4 +148,5 @@ def test_every_head_says_how_it_is_asked():
     for head, call in CALLS.items():
         assert callable(getattr(LM, call.partition("(")[0])), head
         assert f"plume.load('my runs/a').{call}" in how_to_ask(head, "my runs/a")
-        assert "plume serve 'my runs/a'" in how_to_ask(head, "my runs/a")
+        assert ("plume serve 'my runs/a'" in how_to_ask(head, "my runs/a")) == (head != "choose")
+    assert how_to_ask("next-token", "a", two_stacks=True) == "ask it in Python: plume.load('a').translate(\"...\")"

@@ -13,12 +13,14 @@ import torch
 
 from plume.config import EngineConfig, ModelConfig, UserError
 from plume.generate import opening
+from plume.generate.cpu import forward
 from plume.generate.cpu.engine import CpuEngine
 from plume.generate.cpu.pack import float_panels, int8_panels, pack, place_for, read, write
 from plume.generate.engine import Feed
 from plume.generate.lm import LM
 from plume.generate.torch_engine import TorchEngine
 from plume.heads import Model
+from plume.weights import read_tensors, save_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {
@@ -253,6 +255,38 @@ def test_wrong_engine_options_are_named():
     model = Model(ModelConfig(vocab_size=8, context=4, layers=1, heads=1, width=8))
     with pytest.raises(UserError, match="device='nonsense'"):
         opening.torch_engine(model, EngineConfig(device="nonsense"))
+
+
+def test_ctrl_c_during_a_step_leaves_the_threads_together(random_model, monkeypatch):
+    """The interrupt comes when the compiled step has ended and before Python has taken what it returned."""
+    model = random_model()
+    engine, tokens = CpuEngine(pack(model, "float32"), threads=2), some_tokens(model, 30)
+    lead = forward.lead
+
+    def pressed(*given):
+        lead(*given)
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        monkeypatch.setattr(forward, "lead", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step([Feed(0, tokens[:20])])
+        monkeypatch.setattr(forward, "lead", lead)
+        engine.rewind(0, 0)
+        for n in range(1, 30, 3):
+            row = engine.step([Feed(0, tokens[engine.length(0) : n])])[0]
+            np.testing.assert_allclose(row, reference(model, tokens[:n])[-1], atol=1e-4)
+        engine.rewind(0, 0)
+    engine.close()
+
+
+def test_packed_weights_follow_the_files_they_come_from(random_model, tokenizer, tmp_path):
+    folder = save_model(random_model(), tmp_path / "model", tokenizer=tokenizer)
+    torch.save(read_tensors(folder), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    before = place_for(folder, "int8")
+    torch.save({n: 2 * t for n, t in torch.load(folder / "pytorch_model.bin").items()}, folder / "pytorch_model.bin")
+    assert not set(place_for(folder, "int8")) & set(before)
 
 
 @pytest.mark.slow

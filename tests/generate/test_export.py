@@ -1,5 +1,7 @@
 """Exported files give the same greedy tokens as Plume on a model trained here, and what cannot be exported says why."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,13 @@ def test_gguf_is_refused_with_a_reason(random_model, tokenizer, tmp_path):
     with pytest.raises(UserError, match="norm=post"):
         export(ExportConfig(model=str(folder)))
     assert not list(tmp_path.rglob("*.gguf"))
+
+
+def test_where_an_export_goes(tmp_path, monkeypatch):
+    """Into the folder that was named; a hub's name makes no folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    assert ExportConfig(model=str(tmp_path)).path == tmp_path / "model-float32.gguf"
+    assert ExportConfig(model="openai-community/gpt2", precision="int8").path == Path("model-int8.gguf")
 
 
 def test_a_file_that_disagrees_is_removed(trained_folder, tmp_path, monkeypatch):

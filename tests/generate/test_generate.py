@@ -1,5 +1,7 @@
 """The generator: stops, streams, samples, context policies, healing, guessing ahead, reuse, and clear refusals."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -149,8 +151,8 @@ def test_rows_that_pad_the_table_are_never_written(open_lm):
 
 def test_a_prompt_past_the_context(lm):
     long = "a b c d e f g h " * 20
-    with pytest.raises(UserError, match=r"context holds 64.*overflow=truncate"):
-        lm.generate(long)
+    with pytest.raises(UserError, match=r"context holds 64.*overflow=truncate keeps the last 54,"):
+        lm.generate(long, max_new_tokens=10)
     tokens = lm.encode(long)
     cut = lm.generate(long, overflow="truncate", max_new_tokens=10, temperature=0, ignore_end=True)
     assert cut.tokens == plain_greedy(lm, tokens[-54:], 10)
@@ -209,6 +211,57 @@ def test_guessing_ahead_changes_nothing(trained_folder, fields):
         if kind == "draft":  # the draft is the model itself: every guess is right
             assert len(steps) <= -(-len(plain.tokens) // 7) + 1
     lm.close()
+
+
+def test_a_draft_begins_each_text_anew(trained_folder):
+    """Its guesses are right for a second text, for several samples and after much has been written."""
+    lm = LM(trained_folder, _tokenizer(trained_folder), EngineConfig(threads=2, draft=trained_folder, slots=2))
+    prompts = ("def wrap(", "class A", "import ")
+    plain = [lm.generate(prompt, temperature=0, max_new_tokens=30) for prompt in prompts]
+    steps = _count_steps(lm)
+    for result, prompt in zip(plain, prompts, strict=True):
+        steps.clear()
+        guessed = lm.generate(prompt, temperature=0, max_new_tokens=30, speculate="draft", n=2)
+        assert guessed.tokens == result.tokens
+        assert len(steps) <= -(-len(result.tokens) // 7) + 2
+    assert lm.draft.engine.threads == 2
+    lm.close()
+
+
+def test_streams_of_one_model_do_not_mix(open_lm):
+    lm = open_lm(EngineConfig(threads=2, slots=2))
+    options = {"temperature": 0, "max_new_tokens": 12}
+    alone = [lm.generate(prompt, **options).text for prompt in ("the robot", "a house")]
+    streams = [lm.stream(prompt, **options) for prompt in ("the robot", "a house")]
+    pieces: list[list[str]] = [[], []]
+    for together in itertools.zip_longest(*streams):
+        for mine, piece in zip(pieces, together, strict=True):
+            mine.append(piece or "")
+    assert ["".join(mine) for mine in pieces] == alone
+
+
+def test_an_interrupted_step_leaves_no_trace(open_lm, monkeypatch):
+    """Ctrl-C while a prompt is read: the engine has read it, the runner does not know."""
+    lm = open_lm(EngineConfig(threads=2, slots=2))
+    expected = lm.generate(PROMPT, temperature=0, max_new_tokens=8).tokens
+    step = type(lm.engine).step
+
+    def pressed(self, feeds):
+        step(self, feeds)
+        raise KeyboardInterrupt
+
+    for ask in (
+        lambda: lm.generate("something else entirely, and long", temperature=0),
+        lambda: lm.generate("another text", beams=2),
+        lambda: lm.score("a third text"),
+    ):
+        lm.runner.forget()
+        monkeypatch.setattr(type(lm.engine), "step", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            ask()
+        monkeypatch.setattr(type(lm.engine), "step", step)
+        for _ in range(2):  # in either slot
+            assert lm.generate(PROMPT, temperature=0, max_new_tokens=8, n=2).tokens == expected
 
 
 def test_guesses_leave_the_distribution_alone(lm):
@@ -320,6 +373,10 @@ def test_embeddings_do_not_depend_on_padding(lm):
         (lambda lm: lm.generate("a", beams=20), "slots=20"),
         (lambda lm: lm.generate("a", speculate="draft"), "draft"),
         (lambda lm: lm.next_tokens("a", k=0), "k=0"),
+        (lambda lm: lm.suggest("a", n=0), "n=0"),
+        (lambda lm: lm.score([5, 10**6]), "token id 1000000"),
+        (lambda lm: lm.score("a text", stride=0), "stride=0 must lie between 1 and 63"),
+        (lambda lm: lm.score("a text", stride=64), "stride=64"),
         (lambda lm: lm.fill_mask("a [MASK]"), "masked-token"),
         (lambda lm: lm.translate("a"), "encoder-decoder"),
     ],

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -54,3 +55,17 @@ def test_what_cannot_be_filled_is_said(masked):
         lm.fill_mask("the cat sat")
     with pytest.raises(UserError, match="the context holds 24"):
         lm.fill_mask("[MASK]" + " the" * 40)
+    with pytest.raises(UserError, match="k=0 must be at least 1"):
+        lm.fill_mask("[MASK]", k=0)
+
+
+def test_a_long_text_keeps_what_closes_it(masked):
+    """A vector of a text that is cut is that of the text cut by hand; ids say the same as the text."""
+    folder, tokenizer, lm = masked
+    ids = tokenizer.encode("the cat sat on the mat " * 10)
+    theirs = transformers.AutoModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        states = theirs(torch.tensor([tokenizer.wrap(ids[:22])[0]])).last_hidden_state[0]
+    expected = states.mean(0).numpy()
+    np.testing.assert_allclose(lm.embed([ids])[0], expected, atol=1e-5)
+    np.testing.assert_allclose(lm.embed([tokenizer.decode(ids)])[0], expected, atol=1e-5)

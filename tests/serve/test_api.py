@@ -172,6 +172,7 @@ def test_embeddings_are_means_of_transformers_hidden_states(ai, models):
         ({"prompt": [10**8]}, openai.BadRequestError, "vocabulary"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
         ({"max_tokens": 100_000}, openai.BadRequestError, "this server gives"),
+        ({"prompt": ["A"] * 20, "n": 100, "max_tokens": 1}, openai.BadRequestError, "sequences are asked for"),
         ({"stop": [""]}, openai.BadRequestError, "stop"),
         ({"logit_bias": {"399999": 1}}, openai.BadRequestError, "vocabulary"),
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError, "did you mean 'temperature'"),

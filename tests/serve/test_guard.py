@@ -103,6 +103,11 @@ def test_models_get_names(tmp_path):
         named(("x/demo", "demo=y", "demo=z"))
     with pytest.raises(UserError, match="no model"):
         named(())
+    (tmp_path / "lr=3e-4").mkdir()
+    assert named((str(tmp_path / "lr=3e-4"), f"x={tmp_path}/lr=3e-4")) == {
+        "lr=3e-4": str(tmp_path / "lr=3e-4"),
+        "x": f"{tmp_path}/lr=3e-4",
+    }
 
 
 def test_a_rate_is_kept_by_client():

@@ -545,6 +545,9 @@ def test_a_key_is_asked_for_where_one_is_needed(browser, models, serve_config):
     visit.page.locator("dialog input").fill(key)
     visit.page.get_by_role("button", name="Use this key").click()
     visit.page.wait_for_selector(READY["next"])
+    visit.page.goto(f"{site.url}/docs")
+    visit.page.get_by_role("button", name="Try").first.click()
+    expect(visit.page.locator(".trial pre").first).to_contain_text("200")
     visit.close()
     with pytest.raises(StopIteration):
         next(running)

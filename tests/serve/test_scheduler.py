@@ -10,7 +10,7 @@ import pytest
 from plume.config import PRESETS, SamplingConfig
 from plume.generate.engine import Feed
 from plume.generate.runner import Runner
-from plume.serve.scheduler import Busy, Insulated, Scheduler, Ticket, TimedOut
+from plume.serve.scheduler import DEADLINE, Busy, Closed, Insulated, ScheduledRunner, Scheduler, Ticket, TimedOut
 from plume.text import load_tokenizer
 
 
@@ -262,5 +262,36 @@ def test_closing_tells_those_who_wait(engine, tokenizer):
     scheduler.submit([t for t, _ in made])
     threading.Timer(0.05, engine.gate.set).start()
     scheduler.close()
-    with pytest.raises(RuntimeError, match="stopping"):
+    with pytest.raises(Closed):
         written(made[-1][1])
+    for door in (lambda: scheduler.submit([made[0][0]]), lambda: scheduler.look([1])):
+        with pytest.raises(Closed):
+            door()
+
+
+def test_a_broken_step_passes_over_looks_that_nobody_waits_for(scheduler, engine, tokenizer):
+    engine.gate.clear()
+    writer, moves = ticket(tokenizer)
+    scheduler.submit([writer])
+    while scheduler.active == 0:
+        time.sleep(0.001)
+    gone = [scheduler.look([1]) for _ in range(3)]
+    assert gone[-1].cancel()
+    engine.fail = True
+    engine.gate.set()
+    with pytest.raises(RuntimeError, match="broke"):
+        written(moves)
+    fine, after = ticket(tokenizer, first=20)
+    scheduler.submit([fine])
+    assert written(after) == [21, 22, 23, 24, 25]
+
+
+def test_a_long_look_ends_at_its_deadline(scheduler):
+    runner = ScheduledRunner(scheduler)
+    assert runner.look([1, 2]).shape == (1, 100)
+    before = DEADLINE.set(time.monotonic() - 1)
+    try:
+        with pytest.raises(TimedOut):
+            runner.look([1, 2])
+    finally:
+        DEADLINE.reset(before)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,18 @@ def test_a_run_is_not_overwritten_unless_asked_and_goes_on_when_asked(tmp_path: 
         pretrain(other)
     again = build(PretrainConfig, with_overrides(table, {"train.steps": "2", "overwrite": "true"}))
     assert pretrain(again).outcome.step == 2
+
+
+def test_a_run_is_replaced_only_when_its_successor_can_begin(tmp_path: Path) -> None:
+    config = small("gpt2-char", tmp_path, **{"train.steps": "2"})
+    kept = pretrain(config).model / "model.safetensors"
+    before = kept.read_bytes(), (config.folder / "recipe.toml").read_bytes()
+    other = replace(config, overwrite=True, data=replace(config.data, validation_share=0.3))
+    with pytest.raises(UserError, match=r"holds data prepared from other texts.*--data\.overwrite of a run"):
+        pretrain(other)
+    assert (kept.read_bytes(), (config.folder / "recipe.toml").read_bytes()) == before
+    pretrain(replace(other, data=replace(other.data, overwrite=True)))
+    assert kept.read_bytes() != before[0]
 
 
 def _table(config: PretrainConfig) -> dict[str, Any]:

@@ -159,7 +159,7 @@ if os.environ["RANK"] == sys.argv[2]:
     if sys.argv[1] == "slow":
         speed = doctor.matmul_speed
         doctor.matmul_speed = lambda *a: speed(*a) / 100
-found = doctor.doctor("cpu", patience=4.0)
+found = doctor.doctor("cpu", timeout=4.0)
 if found is not None:
     print("FOUND", found.dead, found.slow, found.well, found.bytes_per_second)
 os._exit(0)

@@ -77,7 +77,7 @@ def normalise(source: int, out: int, width: int, norm: int) -> None:
 
 @compiled
 def quantise(source: int, width: int, row: int, depth: int, first: int, last: int) -> None:
-    """The groups first..last of one row of floats as bytes, scales and starting sums (see lanes.int8_tile)."""
+    """The groups first..last of one row of floats as bytes, scales and starting sums (see tiles.int8_tile)."""
     groups = depth // GROUP
     scales = carray(lanes.floats_at(row + depth), (groups,))
     starts = carray(lanes.ints_at(row + depth + 4 * groups), (groups,))
@@ -134,9 +134,7 @@ def multiply(
             continue
         if int8:
             int8_rows(at, values, stride, start, to, out_stride, depth // GROUP, rows)
-        elif (
-            rows <= 2 * tiles.TOGETHER[0]
-        ):  # then reading the numbers anew for each tile costs less than writing them down
+        elif rows <= WORTH_UNPACKING:
             fixed_rows(at, values, stride, start, to, out_stride, depth, rows)
         else:
             tiles.unpack(at, depth, memory)

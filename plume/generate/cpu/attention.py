@@ -14,7 +14,7 @@ from plume.generate.cpu.arithmetic import ONE, exp
 from plume.generate.cpu.compiling import compiled
 from plume.generate.cpu.layout import LANES, Shape
 
-FEW, MANY = 4, tiles.TOGETHER[0]  # neighbouring queries that attend together
+FEW, MANY = (4 if lanes.WIDE else 2), tiles.TOGETHER[0]  # neighbouring queries that attend together
 mix_1, mix_1x4, mix_few, mix_few_2, mix_many, mix_many_2 = (
     tiles.tile(tiles.float_tile(q, p)) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, 2))
 )

@@ -60,7 +60,7 @@ class CpuEngine:
         self._table = np.where(packed.offsets < 0, 0, packed.offsets + packed.block.ctypes.data)
         self._job = aligned(JOB_SIZE, np.int64)
         self._tokens, self._slots, self._positions, self._wanted = (np.zeros(rows, np.int64) for _ in range(4))
-        self._jobs, self._meetings = 0, 0
+        self._jobs = 0
         self._wake, self._sleeping, self._closed = threading.Condition(), 0, False
         self._helpers = [
             threading.Thread(target=self._help, args=(i,), daemon=True, name=f"plume-cpu-{i}")
@@ -148,9 +148,9 @@ class CpuEngine:
             self._jobs += 1
             if self._sleeping:
                 self._wake.notify_all()
-        self._meetings = forward.lead(
+        forward.lead(
             self.shape, self._table, self._job, self._job.ctypes.data, self._jobs, self._tokens, self._slots,
-            self._positions, self._wanted, rows, wanted, self._meetings,
+            self._positions, self._wanted, rows, wanted,
         )  # fmt: skip
 
     def length(self, slot: int) -> int:
@@ -183,13 +183,14 @@ class CpuEngine:
         for feed in feeds:
             new, length = len(feed.tokens), self.length(feed.slot)
             assert length + new <= self.capacity, f"{length + new} tokens do not fit into a slot of {self.capacity}"
+            assert 0 <= feed.wanted <= new, "logits come from tokens of this step"
+            assert min(feed.tokens) >= 0 and max(feed.tokens) < self.config.vocab_size, "a token is in the vocabulary"
             self._tokens[row : row + new] = feed.tokens
             self._slots[row : row + new] = feed.slot
             self._positions[row : row + new] = range(length, length + new)
             self._wanted[wanted : wanted + feed.wanted] = range(row + new - feed.wanted, row + new)
             self.lengths[feed.slot] += new
             row, wanted = row + new, wanted + feed.wanted
-        assert self._tokens[:row].min() >= 0 and self._tokens[:row].max() < self.config.vocab_size
         self._run(row, wanted)
         stride = self.shape.logits_stride
         flat = self._memory["logits"][: wanted * stride].view(np.float32)

@@ -211,12 +211,14 @@ def head(shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int
 @compiled
 def lead(
     shape: Shape, table: Any, job: Any, address: int, number: int, tokens: Any, slots: Any, positions: Any,
-    wanted: Any, rows: int, heads_wanted: int, meetings: int,
-) -> int:  # fmt: skip
-    """What the calling thread does: announce the job and take the first share."""
+    wanted: Any, rows: int, heads_wanted: int,
+) -> None:  # fmt: skip
+    """What the calling thread does: announce the job and take the first share. It leaves a job after everybody's last
+    meeting, so the counter says how many there have been, even where Ctrl-C came in between."""
+    meetings = lanes.atomic_load(address + 8 * JOB_BARRIER) // shape.threads
     job[JOB_ROWS], job[JOB_WANTED] = rows, heads_wanted
     lanes.atomic_store(address + 8 * JOB_NUMBER, number)
-    return forward(shape, table, address, 0, tokens, slots, positions, wanted, rows, heads_wanted, meetings)
+    forward(shape, table, address, 0, tokens, slots, positions, wanted, rows, heads_wanted, meetings)
 
 
 @compiled

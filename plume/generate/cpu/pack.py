@@ -1,6 +1,6 @@
 """A model's weights in the order in which the CPU engine reads them, as one block of memory that is also a file."""
 
-# N weight rows (outputs), K weight columns (inputs); see lanes.py for panels and groups
+# N weight rows (outputs), K weight columns (inputs); see layout.py and tiles.py for panels and groups
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from plume.config import ModelConfig
 from plume.generate.cpu.layout import FIXED, GROUP, HEADER, PANEL, padded
+from plume.weights.folder import weight_files
 
 if TYPE_CHECKING:
     from plume.heads import Model
@@ -158,7 +159,7 @@ def pack(model: Model, precision: Precision) -> Packed:
     offsets, end = [], 0
     for part in blocks:
         offsets.append(-1 if part is None else end)
-        end += 0 if part is None else _whole_lines(part.nbytes)
+        end += 0 if part is None else _whole_pages(part.nbytes)
     block = aligned(end)
     for offset, part in zip(offsets, blocks, strict=True):
         if part is not None:
@@ -166,7 +167,7 @@ def pack(model: Model, precision: Precision) -> Packed:
     return Packed(model.config, precision, block, np.array(offsets, np.int64))
 
 
-def _whole_lines(size: int) -> int:
+def _whole_pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
@@ -187,7 +188,7 @@ def write(packed: Packed, path: Path) -> None:
         "size": packed.size,
     }
     text = json.dumps(head).encode()
-    lead = _whole_lines(len(text) + 8)
+    lead = _whole_pages(len(text) + 8)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         try:
@@ -219,7 +220,7 @@ def read(path: Path) -> Packed | None:
 
 def place_for(folder: Path, precision: Precision) -> list[Path]:
     """Where a folder's packed weights may stand: in it, or in the user's cache when it cannot be written to."""
-    files = sorted(p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name == "config.json")
+    files = [folder / "config.json", *weight_files(folder)]
     marks = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     here = hashlib.sha256(json.dumps([FORMAT, marks]).encode()).hexdigest()[:16]
     away = hashlib.sha256(json.dumps([FORMAT, str(folder.resolve()), marks]).encode()).hexdigest()[:16]

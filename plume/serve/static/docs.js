@@ -3,7 +3,9 @@
 import { h } from './draw.js';
 
 const schema = await (await fetch('/openapi.json')).json();
-const models = await fetch('/v1/models')
+const key = sessionStorage.getItem('plume-key'); // the one that the Explorer was given
+const headers = { 'content-type': 'application/json', ...(key ? { authorization: `Bearer ${key}` } : {}) };
+const models = await fetch('/v1/models', { headers })
   .then((answer) => answer.json())
   .catch(() => null);
 const model = models?.data?.[0]?.id ?? 'MODEL';
@@ -53,10 +55,7 @@ function trial(path, method) {
   const text = h('textarea', { rows: 3, spellcheck: 'false', value: JSON.stringify(EXAMPLES[path], null, 1), 'aria-label': 'body' }),
     answer = h('pre', { hidden: true });
   const run = async () => {
-    const reply = await fetch(
-      path,
-      method === 'post' ? { method: 'POST', headers: { 'content-type': 'application/json' }, body: text.value } : {},
-    );
+    const reply = await fetch(path, method === 'post' ? { method: 'POST', headers, body: text.value } : { headers });
     const said = await reply.text();
     answer.hidden = false;
     answer.textContent = `${reply.status}\n${said.length > 4000 ? `${said.slice(0, 4000)} …` : said}`;

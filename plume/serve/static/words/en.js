@@ -13,14 +13,14 @@ export default {
 
   introNext: 'The ten likeliest next tokens. Take one with a click or with the keys 1 to 9 and 0; Alt+← takes it back.',
   introNext2: 'The bars and the rest of the vocabulary add up to one. Temperature flattens or sharpens them; top-k and top-p cut the tail, which turns grey.',
-  temperature: 'temperature', topk: 'top-k', topp: 'top-p', off: 'off', rest: '{n} other tokens', restCut: 'cut', cut: 'cut',
+  temperature: 'temperature', topk: 'top-k', topp: 'top-p', off: 'off', rest: '{n} other tokens', cut: 'cut',
   probability: 'Probability of {token}', logit: 'Logit of {token}', logitWhy: 'The model’s score before softmax: its last hidden state times this token’s row of the table.',
   greedy: 'Temperature 0 always takes the first.', kept: 'kept by the filters: {p}', restWhy: 'All tokens that are not among the ten, together.',
 
   introWrite: 'The model writes on. Hover a token to see what else it might have said; click it, then an alternative, to branch off there.',
   introWrite2: 'Each sample has its seed: the same seed and settings give the same text again.',
   start: 'Write', stop: 'Stop', length: 'tokens', samples: 'samples', seed: 'seed', branches: 'Branches', noBranches: 'Nothing written yet.', use: 'take as text',
-  insteadOf: 'Instead of {token}', branchOff: 'Choose one to branch off here.', logprob: 'log p {x}', logprobWhy: 'ln p of the token, under the settings it was drawn with: none.', stopped: 'stopped', writing: 'writing',
+  insteadOf: 'Instead of {token}', branchOff: 'Choose one to branch off here.', logprob: 'log p {x}', stopped: 'stopped', writing: 'writing',
 
   introSurprise: 'How expected was each token? Cool colours: the model had it among its first guesses. Warm: it came as a surprise.',
   introSurprise2: 'Text that a model wrote is mostly cool; what people write keeps surprising it.',
@@ -34,14 +34,14 @@ export default {
   sortBy: 'sort by', sort_layer: 'layer', sort_distance: 'mean distance', sort_to_previous: 'to previous', sort_to_first: 'to first', sort_to_same: 'to same token',
   matrix: 'matrix', arcs: 'arcs', one: 'this head', mean: 'mean of heads', rollout: 'rollout', headIs: 'Layer {layer}, head {head}', layerIs: 'Layer {layer}',
   looksAt: '{token} looks at', lookedAtBy: '{token} is looked at by', window: 'tokens {from}–{to} of {total}', step: 'Step through',
-  stepsTitle: 'Step by step: what {token} asks in layer {layer}, head {head}', q: 'q', k: 'k', score: 'q · k', scaled: '÷ √{d}', softmax: 'softmax', v: 'v', output: 'Σ softmax · v', headOf: 'key', clickRow: 'Click a token to step through its numbers.',
+  stepsTitle: 'Step by step: what {token} asks in layer {layer}, head {head}', q: 'q', k: 'k', score: 'q · k', scaled: '÷ √{d}', softmax: 'softmax', v: 'v', output: 'Σ softmax · v', headOf: 'key',
   propertyWhy: { layer: '', distance: 'mean distance looked back, in tokens', to_previous: 'mean weight on the token just before', to_first: 'mean weight on the first token', to_same: 'mean weight on other places with the same token' },
   weightWhy: 'weight = softmax(q · k / √d)',
 
   introLayers: 'What would the model say if it stopped after each layer? Each cell is its best guess there for the next token; the stronger the colour, the surer.',
   introLayersMasked: 'What would the model put at each place if it stopped after each layer? The stronger the colour, the surer.',
   introLayers2: 'The last row is the model’s real answer. Hover a cell for its first five and for what attention and MLP added.',
-  embedding: 'embedding', layer: 'layer {n}', afterLayer: 'After layer {n}', afterEmbedding: 'After the embedding', norm: 'length of the residual stream', towards: 'Added towards {token}', attentionPart: 'attention', mlpPart: 'MLP', soFar: 'This layer',
+  embedding: 'embedding', layer: 'layer {n}', afterLayer: 'After layer {n}', afterEmbedding: 'After the embedding', norm: 'length of the residual stream', towards: 'Added towards {token}', attentionPart: 'attention', mlpPart: 'MLP',
   contributionWhy: 'along the direction of the final answer; all layers, embedding and biases add up to logit − mean logit = {x}',
 
   introMasks: 'Press words to hide them. The model sees both sides and says what it would put there.',

@@ -14,14 +14,14 @@ export default {
 
   introNext: '十个最可能的下一个词元。点击或按 1 到 9 和 0 选取；Alt+← 撤销。',
   introNext2: '这些横条加上其余词表的总和为一。温度使分布更平或更尖；top-k 与 top-p 剪掉尾部，被剪的变灰。',
-  temperature: '温度', topk: 'top-k', topp: 'top-p', off: '关', rest: '其余 {n} 个词元', restCut: '已剪', cut: '已剪',
+  temperature: '温度', topk: 'top-k', topp: 'top-p', off: '关', rest: '其余 {n} 个词元', cut: '已剪',
   probability: '{token} 的概率', logit: '{token} 的 logit', logitWhy: 'softmax 之前的分数：最后的隐藏状态乘以词表中该词元的一行。',
   greedy: '温度为 0 时总是选第一个。', kept: '过滤后保留：{p}', restWhy: '十个之外的所有词元合计。',
 
   introWrite: '模型继续往下写。指向一个词元看它本来还可能说什么；点击它，再选一个，就从那里分支。',
   introWrite2: '每个样本都有种子：同样的种子和设置会得到同样的文本。',
   start: '续写', stop: '停止', length: '词元数', samples: '样本数', seed: '种子', branches: '分支', noBranches: '还没有内容。', use: '用作文本',
-  insteadOf: '不选 {token} 的话', branchOff: '选一个，从这里分支。', logprob: '对数概率 {x}', logprobWhy: '该词元的 ln p。', stopped: '已停止', writing: '正在写',
+  insteadOf: '不选 {token} 的话', branchOff: '选一个，从这里分支。', logprob: '对数概率 {x}', stopped: '已停止', writing: '正在写',
 
   introSurprise: '每个词元有多在意料之中？冷色：模型一猜就中。暖色：出乎意料。',
   introSurprise2: '模型写的文本大多是冷色；人写的文本总会让它意外。',
@@ -35,14 +35,14 @@ export default {
   sortBy: '排序', sort_layer: '层', sort_distance: '平均距离', sort_to_previous: '看前一个', sort_to_first: '看第一个', sort_to_same: '看相同词元',
   matrix: '矩阵', arcs: '连线', one: '此头', mean: '各头平均', rollout: '逐层展开', headIs: '第 {layer} 层，第 {head} 头', layerIs: '第 {layer} 层',
   looksAt: '{token} 看向', lookedAtBy: '看向 {token} 的', window: '第 {from}–{to} 个词元，共 {total} 个', step: '逐步查看',
-  stepsTitle: '逐步：{token} 在第 {layer} 层第 {head} 头问了什么', q: 'q', k: 'k', score: 'q · k', scaled: '÷ √{d}', softmax: 'softmax', v: 'v', output: 'Σ softmax · v', headOf: '键', clickRow: '点击一个词元，逐步查看它的数值。',
+  stepsTitle: '逐步：{token} 在第 {layer} 层第 {head} 头问了什么', q: 'q', k: 'k', score: 'q · k', scaled: '÷ √{d}', softmax: 'softmax', v: 'v', output: 'Σ softmax · v', headOf: '键',
   propertyWhy: { layer: '', distance: '向前看的平均距离（词元）', to_previous: '对前一个词元的平均权重', to_first: '对第一个词元的平均权重', to_same: '对其他相同词元的平均权重' },
   weightWhy: '权重 = softmax(q · k / √d)',
 
   introLayers: '如果模型在每一层之后就停下，它会说什么？每格是它在那里对下一个词元的最佳猜测；颜色越浓越有把握。',
   introLayersMasked: '如果模型在每一层之后就停下，它会在每个位置放什么？颜色越浓越有把握。',
   introLayers2: '最后一行是模型真正的回答。指向一格，看前五名以及注意力与 MLP 各加了多少。',
-  embedding: '嵌入', layer: '第 {n} 层', afterLayer: '第 {n} 层之后', afterEmbedding: '嵌入之后', norm: '残差流的长度', towards: '朝向 {token} 的增量', attentionPart: '注意力', mlpPart: 'MLP', soFar: '本层',
+  embedding: '嵌入', layer: '第 {n} 层', afterLayer: '第 {n} 层之后', afterEmbedding: '嵌入之后', norm: '残差流的长度', towards: '朝向 {token} 的增量', attentionPart: '注意力', mlpPart: 'MLP',
   contributionWhy: '沿最终答案的方向；各层、嵌入与偏置之和等于 logit − 平均 logit = {x}',
 
   introMasks: '按一下词语把它遮住。模型看得到两侧，会说出那里该是什么。',
