@@ -31,7 +31,7 @@ def distance_from_torch(model: Model, tokens: Ids) -> float:
     with torch.inference_mode():
         expected = model(torch.from_numpy(tokens)[None])[0].numpy()
     engine = CpuEngine(pack(model, "float32"))
-    found = np.stack([engine.step([Feed(0, [token])])[0] for token in tokens.tolist()])
+    found = np.stack([engine.step([Feed(0, [token])])[0].copy() for token in tokens.tolist()])
     engine.close()
     return float(np.abs(found - expected).max())
 
