@@ -44,6 +44,7 @@ class Family:
     buffers: str = r"$^"  # tensors of old files that carry nothing
     sinusoids: str | None = None  # their table of sinusoids, where they keep one
     zero_biases: Sequence[str] = ()  # their rows of one number per token, which are zeros here
+    assumes: Mapping[str, Any] = field(default_factory=dict)  # our fields where its config.json is silent
     second_keys: Mapping[str, str] = field(default_factory=dict)  # their key: our field, said once more
     written: Mapping[str, Any] = field(default_factory=dict)  # their keys that are told and not asked
     positions_after_pad: bool = False  # first_position is the padding token's id plus one, and the context counts both
@@ -212,6 +213,7 @@ BERT = Family(
     },
     activations={"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"},
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+    assumes={"norm_eps": 1e-12, "segments": 2},
     behaves={
         "decoder_layers": 0,
         "norm": "post",

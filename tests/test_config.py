@@ -100,6 +100,15 @@ def test_one_word_for_a_list_is_a_list_of_one():
     assert build(Outer, with_overrides(table, {"train.names": ["a", "b"]})).train.names == ("a", "b")
 
 
+def test_words_stay_words_where_a_text_is_wanted():
+    """Numbers and dates are what their field makes of them."""
+    from plume.config import TaskConfig
+
+    words = {"labels": ["0", "1"], "train": "2024-01-01"}
+    found = build(TaskConfig, with_overrides({}, words))
+    assert found.labels == ("0", "1") and str(found.train) == "2024-01-01"
+
+
 def test_none_takes_a_default_away():
     """Neither TOML nor the command line has a word of its own for it."""
     from plume.config import SamplingConfig

@@ -36,6 +36,19 @@ def refused(folder, *parts):
         assert part in str(caught.value)
 
 
+def test_what_a_config_does_not_say_is_what_its_class_assumes(tmp_path):
+    import transformers
+
+    folder = save_model(random_model(FAMILIES["bert"], "masked-token"), tmp_path / "bert")
+    path = folder / "config.json"
+    said = json.loads(path.read_text())
+    del said["layer_norm_eps"], said["type_vocab_size"]
+    path.write_text(json.dumps(said))
+    theirs = transformers.AutoConfig.from_pretrained(folder)
+    ours = load_model(folder).config
+    assert (ours.norm_eps, ours.segments) == (theirs.layer_norm_eps, theirs.type_vocab_size)
+
+
 def test_a_truncated_file(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])

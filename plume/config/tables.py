@@ -125,7 +125,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, str | list[str]]:
 
 
 def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, str | list[str]]) -> dict[str, Any]:
-    """The table with `section.field` values laid over it; a value is read as TOML, or else as plain text."""
+    """The table with `section.field` values laid over it."""
     merged: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in table.items()}
     for dotted, text in overrides.items():
         *sections, name = dotted.replace("-", "_").split(".")
@@ -138,6 +138,9 @@ def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, str | list[
 
 
 def _toml_value(text: str) -> Any:
+    """Lists, tables and quoted texts; plain words are what their field makes of them."""
+    if not text.startswith(("[", "{", '"', "'")):
+        return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

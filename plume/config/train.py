@@ -153,6 +153,8 @@ class PretrainConfig:
         length = self.model.context if self.objective.length is None else self.objective.length
         if length > self.model.context:
             raise UserError(f"objective.length={length} is longer than model.context={self.model.context}")
+        if self.objective.short_length is not None and self.objective.short_length > length:
+            raise UserError(f"objective.short_length={self.objective.short_length} is longer than the others' {length}")
         masked, two_stacks = self.objective.kind.startswith("masked"), self.model.decoder_layers > 0
         if masked == (self.model.causal or two_stacks):
             fits = "language-model" if self.model.causal else "masked"

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from plume.config.errors import UserError
 from plume.config.tables import RECIPE, build, find_recipe, parse_overrides, with_overrides
 
 T = TypeVar("T")
@@ -24,6 +25,8 @@ def settings(
     if takes and leading and not is_recipe(leading, options):
         table[takes] = list(leading) if len(leading) > 1 else leading[0]
     elif leading:
+        if len(leading) > 1:
+            raise UserError(f"{leading[1]!r} stands alone; options look like --section.field value")
         read, origin = find_recipe(leading[0])
         table |= read.get(section, read)
     table = with_overrides(table, parse_overrides(options))

@@ -135,8 +135,8 @@ def _by_content(name: str, columns: Sequence[str], rows: Sequence[Row]) -> str |
     if not columns:
         return None
     if name == "text":
-        return max(columns, key=lambda c: sum(len(str(row[c])) for row in rows))
-    varied = {column: len({str(row[column]) for row in rows}) for column in columns}
+        return max(columns, key=lambda c: sum(len(str(row.get(c))) for row in rows))
+    varied = {column: len({str(row.get(column)) for row in rows}) for column in columns}
     best = min(columns, key=varied.__getitem__)
     return best if varied[best] <= max(2, len(rows) // 2) else None
 
@@ -176,7 +176,7 @@ def examples_from(
 
 def _value(name: str, row: Row, column: str) -> Any:
     if name == "choices":
-        value = [row[c] for c in column.split("+")] if "+" in column else row[column]
+        value = [row.get(c) for c in column.split("+")] if "+" in column else row[column]
         if isinstance(value, Mapping):  # as the hub's files hold them: {"text": [...], "label": [...]}
             value = value.get("text")
         if not isinstance(value, list) or len(value) < 2:
@@ -195,6 +195,10 @@ def _text(value: Any, column: str) -> str:
         value = " ".join(value)
     if not isinstance(value, str | int | float) or not str(value).strip():
         raise UserError(f"the text in {column!r} is empty")
+    try:
+        str(value).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"the text in {column!r} has half of a character, which no encoding has") from None
     return str(value)
 
 
@@ -226,7 +230,7 @@ def _place(value: Any, choices: Sequence[str]) -> int:
     if str(value) in choices:
         return choices.index(str(value))
     letters = "ABCDEFGHIJ"[: len(choices)]
-    if str(value) in letters:
+    if str(value) in tuple(letters):
         return letters.index(str(value))
     try:
         place = int(value)
@@ -237,12 +241,25 @@ def _place(value: Any, choices: Sequence[str]) -> int:
     return place
 
 
+def _span(value: Any, context: str) -> tuple[int, str]:
+    """Where an answer begins, and its text: said as SQuAD does, as a pair, or as the text alone."""
+    if isinstance(value, str):
+        return context.find(value), value
+    try:
+        start, text = (value["answer_start"], value["text"]) if isinstance(value, Mapping) else value
+        return int(start), str(text)
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"the answer {value!r} is neither a text nor a place with its text") from None
+
+
 def _spans(value: Any, context: str) -> list[tuple[int, str]]:
     if isinstance(value, Mapping):  # as the hub's files hold them
         value = list(zip(value.get("answer_start", []), value.get("text", []), strict=True))
     if isinstance(value, str):
-        value = [(context.find(value), value)]
-    spans = [(int(start), str(text)) for start, text in value]
+        value = [value]
+    if not isinstance(value, list):
+        raise UserError(f"the answers {value!r} are neither texts nor places with texts")
+    spans = [_span(one, context) for one in value]
     for start, text in spans:
         if start < 0 or context[start : start + len(text)] != text:
             raise UserError(f"the answer {text!r} does not stand at place {start} of its context")

@@ -70,6 +70,7 @@ class Work:
     def entries(self) -> Iterator[tuple[Piece, Entry]]:
         """All that stays; a part of a long document has the hash of its first part."""
         going_on = [self.column(p, "goes_on", "|b1") for p in self.pieces]
+        going_on = [goes_on & keep for goes_on, keep in zip(going_on, self.kept, strict=True)]
         following = [*(g[:1] for g in going_on[1:]), np.zeros(1, "|b1")]
         owner, whole = 0, False
         for piece, keep, goes_on, after in zip(self.pieces, self.kept, going_on, following, strict=True):

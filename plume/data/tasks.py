@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 
 from plume.config import TaskConfig, UserError, did_you_mean
 from plume.data.examples import LABEL_OF, Example, Kind, Target, examples_from, guess_columns, guess_kind
-from plume.data.rows import Row, Tally, read_rows, suffix_of
+from plume.data.rows import Row, Tally, open_bytes, read_rows, suffix_of
 
 COLUMN_FILES = (".conll", ".bio", ".iob", ".iob2", ".conllu")
 
@@ -102,9 +103,8 @@ def load_task(config: TaskConfig, *, seed: int = 0) -> TaskData:
     test = examples(None if config.test is None else Path(config.test), config.test_targets, labelled=False)
     target = _target(config, kind, train)
     if target == "number":
-        train, validation, test = ([_numbered(e, tally) for e in part] for part in (train, validation, test))
-        if kind != "embed":  # whose pairs need no number
-            train, validation = ([e for e in part if e.label is not None] for part in (train, validation))
+        parts = ([_numbered(example, tally) for example in part] for part in (train, validation, test))
+        train, validation, test = ([e for e in part if e is not None] for part in parts)
     labels = _labels(config, kind, target, train, columns)
     if not validation:
         train, validation = split(train, config.validation_share, seed)
@@ -226,7 +226,7 @@ def _refuse_kind(config: TaskConfig, kind: Kind, path: Path) -> None:
 def conll_rows(path: Path, tally: Tally | None = None) -> Iterator[tuple[str, Row]]:
     """Sentences of a file with a word per line, its tag in the last column, and a blank line between sentences."""
     words, tags, begun = list[str](), list[str](), 1
-    with path.open(encoding="utf-8") as lines:
+    with io.TextIOWrapper(open_bytes(path), encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             cells = line.split()
             if not cells or cells[0] == "-DOCSTART-":
@@ -248,15 +248,16 @@ def conll_rows(path: Path, tally: Tally | None = None) -> Iterator[tuple[str, Ro
 
 
 def _is_squad(path: Path) -> bool:
-    with path.open(encoding="utf-8") as stream:
-        head = stream.read(4096)
+    with open_bytes(path) as stream:
+        head = stream.read(4096).decode("utf-8", errors="replace")
     return head.lstrip().startswith("{") and ('"paragraphs"' in head or '"data"' in head)
 
 
 def squad_rows(path: Path) -> Iterator[tuple[str, Row]]:
     """Questions of a SQuAD file, 1.1 or 2.0."""
     try:
-        articles = json.loads(path.read_text(encoding="utf-8"))["data"]
+        with open_bytes(path) as stream:
+            articles = json.load(stream)["data"]
         for article in articles:
             for paragraph in article["paragraphs"]:
                 for item in paragraph["qas"]:
@@ -271,7 +272,7 @@ def squad_rows(path: Path) -> Iterator[tuple[str, Row]]:
                             "answers": [] if impossible else answers,
                         },
                     )
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a SQuAD file: {type(error).__name__}: {error}") from None
 
 
@@ -283,6 +284,8 @@ def aligned_rows(path: Path, targets: str | None) -> Iterator[tuple[str, Row]]:
         try:
             for number, (source, target) in enumerate(zip(left, right, strict=True), 1):
                 yield f"{path} line {number}", {"source": source.rstrip("\r\n"), "target": target.rstrip("\r\n")}
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} or {targets} is not UTF-8 text: {error}") from None
         except ValueError:
             raise UserError(f"{path} and {targets} do not have the same number of lines") from None
 
@@ -309,7 +312,7 @@ def _as_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _numbered(example: Example, tally: Tally | None) -> Example:
+def _numbered(example: Example, tally: Tally | None) -> Example | None:
     if example.label is None:
         return example
     number = _as_number(example.label)
@@ -318,6 +321,7 @@ def _numbered(example: Example, tally: Tally | None) -> Example:
         if tally is None:
             raise UserError(f"{example.where}: {reason}; mend it, or leave such rows out with --task.skip_bad_rows")
         tally.add(reason, example.where)
+        return None
     return Example(example.fields, number, example.where)
 
 
@@ -350,9 +354,7 @@ def _natural(label: str) -> tuple[int, float, str]:
 
 def _count_from_zero(train: list[Example]) -> None:
     top = [e for e in train if e.label == len(e.fields["choices"])]
-    if top and any(e.label == 0 for e in train):
-        raise UserError(f"{top[0].where}: the label {top[0].label} is outside its choices; places count from 0")
-    if top:
+    if top and not any(e.label == 0 for e in train):
         raise UserError(
             f"{top[0].where}: labels seem to count from 1 here, the label {top[0].label} being the last choice; "
             f"count from 0, or give the text of the right choice"
@@ -360,6 +362,8 @@ def _count_from_zero(train: list[Example]) -> None:
 
 
 def _check_label(example: Example, kind: Kind, target: Target, labels: tuple[str, ...]) -> None:
+    if kind == "choose" and example.label == len(example.fields["choices"]):
+        raise UserError(f"{example.where}: the label {example.label} is outside its choices; places count from 0")
     if not labels or target == "number" or example.label is None:
         return
     for label in example.label if kind == "tag" else [example.label]:

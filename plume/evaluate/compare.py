@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from plume.config import UserError
 from plume.evaluate.metrics import Metric, higher_is_better
 from plume.evaluate.report import TaskReport, read_report, table
+from plume.evaluate.run import Result
 
 DRAWS = 10_000
 LIKELY = 0.05
@@ -48,14 +50,14 @@ def compare(first: Path, second: Path) -> list[Difference]:
 
 
 def records(folder: Path, task: TaskReport) -> list[dict[str, Any]]:
-    """What was kept of each item, all seeds one after the other."""
+    """What was kept of each item, once for every seed."""
     base = folder if folder.is_dir() else folder.parent
     rows: list[dict[str, Any]] = []
     for result in task.results:
         path = base / result.items_file
         if path.is_file():
-            lines = path.read_text(encoding="utf-8").splitlines()
-            rows += [{**json.loads(line), "seed": result.seed} for line in lines]
+            with path.open(encoding="utf-8") as stream:
+                rows += [json.loads(line) for line in stream]
     return rows
 
 
@@ -63,37 +65,52 @@ def difference(a: TaskReport, b: TaskReport, ours: list[dict[str, Any]], theirs:
     metric = a.first.headline
     if metric not in b.first.metrics:
         raise UserError(f"{a.first.task}: the second report has no {metric}; it has {', '.join(b.first.metrics)}")
-    if a.first.data_hash != b.first.data_hash or a.first.protocol["name"] != b.first.protocol["name"]:
-        return verdict(a, b, metric, 0, "not comparable: other data or protocol", None)
+    if other := unlike(a.first, b.first, metric):
+        return verdict(a, b, metric, 0, f"not comparable: other {other}", None)
     windows = sizes(ours) == sizes(theirs)  # two tokenizers cut a long text into other windows
+    if not windows and metric == "token_perplexity":  # and their tokens are not the same either
+        metric = "bits_per_byte"
     left, right = contributions(ours, metric, windows=windows), contributions(theirs, metric, windows=windows)
     shared = sorted(left.keys() & right.keys())
     if not shared:
         return verdict(a, b, metric, 0, "no items kept", None)
     x, y = (np.array([side[key] for key in shared]) for side in (left, right))
+    gain = float((y - x).mean())
     if set(np.unique(np.concatenate([x, y])).tolist()) <= {0.0, 1.0}:
-        return verdict(a, b, metric, len(x), "McNemar, exact", mcnemar(x, y))
-    return verdict(a, b, metric, len(x), "sign flips", sign_flips(x - y))
+        return verdict(a, b, metric, len(x), "McNemar, exact", mcnemar(x, y), gain)
+    return verdict(a, b, metric, len(x), "sign flips", sign_flips(x - y), gain)
+
+
+def unlike(a: Result, b: Result, metric: str) -> str:
+    """What two results do not share that their comparison depends on; likelihoods of two kinds may still choose."""
+    if a.data_hash != b.data_hash:
+        return "data"
+    aside = ("likelihood",) if higher_is_better(metric) else ()
+    first, second = ({name: value for name, value in r.protocol.items() if name not in aside} for r in (a, b))
+    if first != second:
+        return "protocol"
+    return "examples" if a.shots != b.shots else "items" if a.items != b.items else ""
 
 
 def sizes(rows: Sequence[dict[str, Any]]) -> list[list[int]]:
     return [[size for _, size in row.get("windows", ())] for row in rows]
 
 
-def contributions(rows: Sequence[dict[str, Any]], metric: str, *, windows: bool) -> dict[tuple[int, int, int], float]:
-    """What each item, or each window of a long text, gives to the metric."""
-    found: dict[tuple[int, int, int], float] = {}
+def contributions(rows: Sequence[dict[str, Any]], metric: str, *, windows: bool) -> dict[tuple[int, int], float]:
+    """How good each item, or each window of a long text, is; the mean over seeds, which are no items of their own."""
+    found = defaultdict[tuple[int, int], list[float]](list)
     for row in rows:
-        key = (row["seed"], row["item"])
+        item = row["item"]
         if windows and "windows" in row:
-            found |= {(*key, n): total for n, (total, _) in enumerate(row["windows"])}
+            for n, (total, _) in enumerate(row["windows"]):
+                found[item, n].append(total)
         elif isinstance(row.get(metric), int | float):
-            found[*key, 0] = float(row[metric])
+            found[item, 0].append(float(row[metric]) if higher_is_better(metric) else -float(row[metric]))
         elif metric in ("acc", "mcc"):
-            found[*key, 0] = float(row["said"] == row.get("good", row.get("gold")))
+            found[item, 0].append(float(row["said"] == row.get("good", row.get("gold"))))
         elif "loglikelihood" in row:
-            found[*key, 0] = float(row["loglikelihood"])
-    return found
+            found[item, 0].append(float(row["loglikelihood"]))
+    return {key: sum(values) / len(values) for key, values in found.items()}
 
 
 def mcnemar(x: npt.NDArray[np.float64], y: npt.NDArray[np.float64]) -> float:
@@ -117,11 +134,11 @@ def sign_flips(differences: npt.NDArray[np.float64]) -> float:
     return (hits + 1) / (DRAWS + 1)
 
 
-def verdict(a: TaskReport, b: TaskReport, metric: str, items: int, test: str, p: float | None) -> Difference:
+def verdict(
+    a: TaskReport, b: TaskReport, metric: str, items: int, test: str, p: float | None, gain: float = 0.0
+) -> Difference:
     first, second = a.score(metric), b.score(metric)
-    better = "neither"
-    if p is not None and p < LIKELY:
-        better = "B" if (second.value > first.value) == higher_is_better(metric) else "A"
+    better = "neither" if p is None or p >= LIKELY else "B" if gain > 0 else "A"
     return Difference(a.first.task, metric, first, second, items, test, p, better)
 
 

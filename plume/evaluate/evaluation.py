@@ -32,7 +32,7 @@ def run_all(config: EvaluateConfig) -> Report:
     with Store(store_file, subject.identity) as store, Progress() as progress:
         runs = [[Run(task, protocol, subject, store, config, seed) for seed in seeds(task, config)] for task in tasks]
         for task_runs in runs:
-            task_runs[0].check_kind()  # before anything is computed
+            task_runs[0].check()  # before anything is computed
         for task, task_runs in zip(tasks, runs, strict=True):
             results = [run.result(progress, items_file(config, task, run.seed)) for run in task_runs]
             reports.append(TaskReport(results=results, seen=contamination(task, config, task_runs[0])))
@@ -59,6 +59,8 @@ def all_tasks(names: list[str], config: EvaluateConfig) -> list[Task]:
             tasks.append(task_called(name, fields))
         except UserError as error:
             problems.append(str(error))
+    names = [task.name for task in tasks]
+    problems += [f"two tasks would be called {n!r}; rename a file" for n in dict.fromkeys(names) if names.count(n) > 1]
     if problems:
         raise UserError("\n  ".join(problems))
     return tasks
@@ -66,7 +68,7 @@ def all_tasks(names: list[str], config: EvaluateConfig) -> list[Task]:
 
 def seeds(task: Task, config: EvaluateConfig) -> range:
     """Without examples and without sampling, one seed says all."""
-    count = config.seeds if config.shots or task.kind == "question" else 1
+    count = config.seeds if config.shots or (task.draws and config.protocol != "harness") else 1
     return range(config.seed, config.seed + count)
 
 

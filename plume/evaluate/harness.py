@@ -112,7 +112,11 @@ def run_harness(names: Sequence[str], subject: Subject, config: EvaluateConfig) 
         finally:
             model.store.file.close()
         seconds = round(time.monotonic() - began, 3)
-        results += [as_result(task, values, found, model, config, seconds) for task, values in found["results"].items()]
+        results += [
+            as_result(task, values, found, model, config, seconds)
+            for task, values in found["results"].items()
+            if any("," in key for key in values)  # a group may have no figures of its own
+        ]
     return results
 
 
@@ -124,14 +128,15 @@ def as_result(
         name, _, how = key.partition(",")
         if how and isinstance(value, int | float) and not name.endswith("_stderr"):
             error = values.get(f"{name}_stderr,{how}")
-            metrics[name] = Metric(float(value), float(error) if isinstance(error, int | float) else None)
+            label = name if how == "none" else f"{name}/{how}"
+            metrics[label] = Metric(float(value), float(error) if isinstance(error, int | float) else None)
     samples = found.get("samples", {}).get(task, [])
     seen = hashlib.sha256("".join(s["doc_hash"] for s in samples).encode()).hexdigest()[:16]
-    subject = model.subject
+    subject, shots = model.subject, int(found.get("n-shot", {}).get(task, config.shots))
     return Result(
         task=f"harness:{task}", model=subject.name, model_hash=subject.hash, parameters=subject.parameters,
         data="as the harness reads it", data_hash=seen, protocol=protocol_called("harness").said(),
-        shots=config.shots, seed=config.seed, headline="acc_norm" if "acc_norm" in metrics else next(iter(metrics)),
+        shots=shots, seed=config.seed, headline="acc_norm" if "acc_norm" in metrics else next(iter(metrics)),
         metrics=metrics, items=len(samples), tokens=model.tokens, cut=0, skipped=0, scored=model.store.fresh,
         reused=model.store.reused, seconds=seconds, by_position={}, calibration={},
     )  # fmt: skip

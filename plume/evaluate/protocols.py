@@ -114,6 +114,8 @@ def request(
         before = scorer.start
         if not before or (len(scored) > 1 and scored[:1] == before):
             before, scored = scored[:1], scored[1:]
+    if not scored:
+        raise UserError("a candidate has no token that could be scored")
     total, least = len(before) + len(scored), 1 if scorer.causal else 0
     if total <= scorer.room:
         return Request(before, scored, filtered), False

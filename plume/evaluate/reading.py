@@ -178,13 +178,14 @@ class Stack:
         asked = torch.tensor([s + n for s, b in zip(starts, batch, strict=False) for n in b.asked], device=self.device)
         x = self.body.embed(tokens, positions, None)  # (N, D)
         spans, last = self.spans(batch), len(self.body.blocks) - 1
+        few = 2 * len(asked) < len(tokens)
         for n, block in enumerate(cast(Iterable[Block], self.body.blocks)):
             band = self.config.band_of(n)
-            if n == last and 2 * len(asked) < len(tokens):
+            if n == last and few:
                 x = self.block(block, x, self.asked_spans(batch, starts), band, asked)  # (A, D)
             else:
                 x = self.block(block, x, spans, band, None)
-        x = x if len(x) == len(asked) else x[asked]
+        x = x if few else x[asked]
         return x if self.body.norm is None else self.body.norm(x)
 
     def spans(self, batch: Sequence[Bundle]) -> list[Span]:

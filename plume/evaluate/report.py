@@ -114,7 +114,7 @@ def history_rows(report: Report) -> Iterable[dict[str, Any]]:
         yield {
             "when": time.strftime("%Y-%m-%d %H:%M:%S"),
             **{name: getattr(first, name) for name in ("task", "model", "model_hash", "data_hash", "shots", "items")},
-            "protocol": first.protocol["name"],
+            "protocol": first.protocol,
             "metric": first.headline,
             "value": score.value,
             "stderr": score.stderr,
@@ -126,7 +126,7 @@ def read_history(out: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):
         try:
             rows.append(json.loads(line))
         except ValueError:  # a line that a crash has torn
@@ -138,7 +138,7 @@ def comparable(row: dict[str, Any], result: Result) -> bool:
     same = ("task", "data_hash", "shots", "items")
     return (
         all(row.get(name) == getattr(result, name) for name in same)
-        and row.get("protocol") == result.protocol["name"]
+        and row.get("protocol") == result.protocol
         and row.get("metric") == result.headline
     )
 
@@ -259,7 +259,7 @@ def scores(report: Report, axes: Any) -> bool:
         [v.value for v in values], names, "o", color="black", markersize=3, clip_on=False
     )  # a score of 0 shows too
     axes.invert_yaxis()
-    axes.set_xlim(min(0.0, *(v.value for v in values)) if len(values) > 1 else 0.0, 1.0)
+    axes.set_xlim(min([0.0, *(v.value for v in values)]), 1.0)
     axes.set_xlabel("score, with its 95 % interval")
     axes.grid(axis="x", alpha=0.3)
     return True

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import metrics
@@ -26,6 +26,7 @@ from plume.evaluate.subject import Subject, Writer
 from plume.evaluate.tasks import Source, Task, find
 from plume.files import write_rows
 
+T = TypeVar("T")
 WRITTEN_TOGETHER = 32  # answers that are generated, and then kept, at a time
 THRESHOLD_ITEMS = 500  # training items that a threshold is chosen on
 
@@ -93,7 +94,7 @@ class Run:
 
     def result(self, progress: Progress, records_file: Path | None) -> Result:
         began, scored, reused = time.monotonic(), self.store.fresh, self.store.reused
-        self.check_kind()
+        self.check()
         source = self.source
         items = list(islice(self.items(source), self.config.limit))
         if not items:
@@ -139,7 +140,8 @@ class Run:
     def likelihood(self) -> str:
         return "pseudo, one mask at a time" if self.subject.masked else "left to right"
 
-    def check_kind(self) -> None:
+    def check(self) -> None:
+        """Refuse what cannot be done at all: a model of another kind, examples where there are none, no rows."""
         task = self.task
         if task.causal_only and self.subject.masked:
             raise UserError(
@@ -150,10 +152,19 @@ class Run:
             raise UserError(f"{task.name} fills in masks, and {self.subject.name} is not a masked model; take lambada")
         if self.config.shots and task.kind not in ("choice", "word", "question"):
             raise UserError(f"shots={self.config.shots}: {task.name} has no examples before its items; shots=0 works")
+        next(iter(self.items(self.source)), None)
 
     def items(self, source: Source) -> Iterator[Item]:
-        for row in source.rows():
-            yield from self.task.build(row, self.protocol)
+        where = source.name
+        try:
+            for row in source.rows():
+                where = row.where
+                yield from self.task.build(row, self.protocol)
+        except (LookupError, TypeError, ValueError, AttributeError, SyntaxError) as error:
+            if isinstance(error, UserError):
+                raise
+            what = f"{type(error).__name__}: {error}"
+            raise UserError(f"{where}: this is not what {self.task.name} is made of ({what})") from error
 
     # -- few-shot
 
@@ -202,8 +213,8 @@ class Run:
         label = self.task.name if self.config.seeds == 1 else f"{self.task.name} seed {self.seed}"
         with progress.task(label, count) as advance:
             if self.task.kind in ("question", "blank"):
-                for number, record in enumerate(self.written(items)):
-                    yield {"item": number, **record}
+                for record in self.written(items):
+                    yield record
                     advance(1)
                 return
             asker = Asker(self.task, self.protocol, self.subject.scorer, cut=self.config.too_long == "truncate")
@@ -244,22 +255,41 @@ class Run:
 
     def written(self, items: Iterable[Item]) -> Iterator[Record]:
         """Answers in the model's own words, several at a time. What is asked twice is written once."""
-        writer = Writer(self.subject, self.task.name, self.seed, refuse=self.config.too_long == "refuse")
-        for block in batched(items, WRITTEN_TOGETHER):
-            keys = [self.store.key(b"text", repr((replace(item, where=""), self.seed)).encode()) for item in block]
+        writer = Writer(self.subject, self.task.name, self.seed)
+        for numbered in batched(self.fitting(writer, items), WRITTEN_TOGETHER):
+            block = [item for _, item in numbered]
+            keys = [self.store.key(b"text", repr((replace(i, where=""), self.seed_of(i))).encode()) for i in block]
             known = {key: value for key in dict.fromkeys(keys) if (value := self.store.get(key)) is not None}
             fresh = {key: item for key, item in zip(keys, block, strict=True) if key not in known}
-            self.cut += sum(map(writer.cuts, block))
             for key, answer in zip(fresh, writer.answers(list(fresh.values())), strict=True):
                 known[key] = json.dumps(answer).encode()
                 self.store.put(key, known[key])
             self.store.fresh += len(fresh)
             self.store.reused += len(block) - len(fresh)
-            for key, item in zip(keys, block, strict=True):
+            for key, (number, item) in zip(keys, numbered, strict=True):
                 said, tokens = json.loads(known[key])
                 self.tokens += tokens
                 assert isinstance(item, Question | Blank)
-                yield {"where": item.where, **said_record(self.task, item, said)}
+                yield {"item": number, "where": item.where, **said_record(self.task, item, said)}
+
+    def fitting(self, writer: Writer, items: Iterable[Item]) -> Iterator[tuple[int, Item]]:
+        """The items that are asked, with their numbers; what is too long is dealt with as the config says."""
+        for number, item in enumerate(items):
+            try:
+                cut, hopeless = writer.cuts(item), False
+            except TooLong:
+                cut = hopeless = True
+            if cut and self.config.too_long == "refuse":
+                raise UserError(f"{item.where}: this does not fit the context; too_long=truncate or skip would go on")
+            if hopeless or (cut and self.config.too_long == "skip"):
+                self.skipped += 1
+                continue
+            self.cut += cut
+            yield number, item
+
+    def seed_of(self, item: Item) -> int:
+        """What an answer depends on: nothing is drawn where the likeliest token is taken."""
+        return self.seed if isinstance(item, Question) and item.top_k > 1 else 0
 
     # -- judging
 
@@ -281,7 +311,7 @@ class Run:
             record["said"] = record["mean"] > threshold
 
 
-def batched(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
+def batched(items: Iterable[T], count: int) -> Iterator[list[T]]:
     source = iter(items)
     while block := list(islice(source, count)):
         yield block

@@ -13,7 +13,7 @@ from plume.config import PretrainConfig, SweepConfig, UserError
 from plume.config.screen import tell
 from plume.evaluate.report import picture, table
 from plume.files import write_json, write_text
-from plume.train.runs import RECIPE, RunInfo, read_metrics, read_run
+from plume.train.runs import RECIPE, RunInfo, differences_of, read_metrics, read_recipe_of, read_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,18 @@ class Size:
 
 def run_sweep(config: SweepConfig) -> dict[str, Any]:
     """Train what is not trained yet, in order of size; called again after an interruption it goes on where it was."""
-    from plume.train.pretrain import pretrain
+    from plume.train.pretrain import plain, pretrain
 
     config.folder.mkdir(parents=True, exist_ok=True)
     for name in ordered(config.sizes):
         folder = config.folder / name
-        if not finished(folder, config.train.steps):
-            result = pretrain(of_size(config, name, resume=(folder / RECIPE).is_file()))
+        wanted = of_size(config, name, resume=(folder / RECIPE).is_file())
+        if finished(folder, config.train.steps):
+            if changed := differences_of(read_recipe_of(folder), plain(wanted)):
+                lines = "\n  ".join(changed.values())
+                raise UserError(f"{folder} was trained with other settings; name another folder\n  {lines}")
+        else:
+            result = pretrain(wanted)
             if not result.outcome.finished:
                 tell(f"stopped while training {name}; the same command goes on from there")
                 raise KeyboardInterrupt

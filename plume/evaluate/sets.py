@@ -115,12 +115,15 @@ def openbookqa(row: Row, protocol: Protocol) -> Iterator[Choice]:
     yield choice(row, question, options, gold, neutral=neutral)
 
 
-def yes_or_no(value: Any) -> int:
-    return int(value) if not isinstance(value, str) else int(value.strip().lower() in ("1", "true", "yes"))
+def yes_or_no(row: Row, name: str) -> int:
+    word = str(row[name]).strip().lower()
+    if word not in ("0", "false", "no", "1", "true", "yes"):
+        raise UserError(f"{row.where}: {name} is {row[name]!r}, which is neither yes nor no")
+    return int(word in ("1", "true", "yes"))
 
 
 def boolq(row: Row, protocol: Protocol) -> Iterator[Choice]:
-    gold = yes_or_no(row["label"] if "label" in row else row["answer"])
+    gold = yes_or_no(row, "label" if "label" in row else "answer")
     passage, question = row.text("passage"), row.text("question")
     words = ("Question", "Answer") if protocol.name == "harness" else ("question", "answer")
     yield choice(row, f"{passage}\n{words[0]}: {question}?\n{words[1]}:", ["no", "yes"], gold)

@@ -15,6 +15,7 @@ from plume.config import UserError
 from plume.evaluate.reading import Score
 from plume.evaluate.scoring import Answer, Request, Scorer
 
+SCORING = b"2"  # changes with whatever changes a score, so that no older one is taken for it
 BLOCK = 2048  # requests looked at together: enough to sort by length, little enough to hold
 
 
@@ -43,7 +44,7 @@ class Store:
         self.file.close()
 
     def key(self, *parts: bytes) -> bytes:
-        digest = hashlib.blake2b(self.model, digest_size=16)
+        digest = hashlib.blake2b(SCORING + self.model, digest_size=16)
         for part in parts:
             digest.update(len(part).to_bytes(8, "little") + part)
         return digest.digest()

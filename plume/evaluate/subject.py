@@ -8,6 +8,7 @@ from itertools import groupby
 
 from plume.config import EvaluateConfig, SamplingConfig, UserError
 from plume.evaluate.items import Blank, Item, Question
+from plume.evaluate.protocols import TooLong
 from plume.evaluate.scoring import MaskedScorer, Scorer, scorer_for
 from plume.generate.lm import LM
 from plume.text import load_tokenizer
@@ -100,8 +101,8 @@ class Subject:
 class Writer:
     """Answers in the model's own words: questions together through one engine, blanks one by one."""
 
-    def __init__(self, subject: Subject, task: str, seed: int, *, refuse: bool) -> None:
-        self.subject, self.task, self.seed, self.refuse = subject, task, seed, refuse
+    def __init__(self, subject: Subject, task: str, seed: int) -> None:
+        self.subject, self.task, self.seed = subject, task, seed
 
     def answers(self, items: Sequence[Item]) -> list[tuple[str, int]]:
         """What is said to each item, and how many tokens that was."""
@@ -131,10 +132,7 @@ class Writer:
         )
 
     def prompt(self, item: Question) -> list[int]:
-        prompt, (room, new) = self.subject.tokenizer.encode(item.opening + item.prompt), self.subject.room(item)
-        if len(prompt) > room and self.refuse:
-            raise UserError(f"{item.where}: {len(prompt)} tokens and {new} new ones do not fit into the context")
-        return prompt[-room:]
+        return self.subject.tokenizer.encode(item.opening + item.prompt)[-self.subject.room(item)[0] :]
 
     def translation(self, item: Question) -> tuple[str, int]:
         if not item.source:
@@ -145,10 +143,12 @@ class Writer:
     def blank(self, item: Item) -> tuple[list[int], list[int], list[int], int]:
         """The tokens before, in and after the gap, and how many of those before have room."""
         assert isinstance(item, Blank)
-        before, gap, after = map(self.subject.tokenizer.encode, (item.before, item.answer, item.after))
+        bare = item.before.rstrip()  # a blank before the gap belongs to the word in it
+        parts = (bare, item.before[len(bare) :] + item.answer, item.after)
+        before, gap, after = map(self.subject.tokenizer.encode, parts)
         spare = self.subject.scorer.room - len(gap) - len(after)
         if spare < 1:
-            raise UserError(f"{item.where}: {len(gap) + len(after)} tokens do not fit into the context")
+            raise TooLong(len(gap) + len(after), self.subject.scorer.room)
         return before, gap, after, spare
 
     def fill(self, item: Item) -> tuple[str, int]:
@@ -158,4 +158,4 @@ class Writer:
         before, gap, after, spare = self.blank(item)
         before = before[-spare:]
         filled = scorer.fill([*before, *[scorer.mask] * len(gap), *after])
-        return self.subject.tokenizer.decode(filled[len(before) : len(before) + len(gap)]), len(gap)
+        return self.subject.tokenizer.decode(filled[len(before) : len(before) + len(gap)]).strip(), len(gap)

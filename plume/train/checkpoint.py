@@ -87,6 +87,17 @@ class Checkpoints:
                 self.path(step).rename(hidden)
                 shutil.rmtree(hidden, ignore_errors=True)
 
+    def whole(self, step: int) -> bool:
+        """Whether a checkpoint is there as it was written."""
+        sound = 0
+        if self.ranks.main:
+            try:
+                read_manifest(self.path(step))
+                sound = 1
+            except Damaged:
+                pass
+        return bool(self.ranks.agree(sound))
+
     def latest(self) -> int | None:
         """The newest whole checkpoint; what is damaged is named, and left where it is."""
         found = -1
@@ -95,7 +106,7 @@ class Checkpoints:
                 try:
                     read_manifest(self.path(step))
                 except Damaged as error:
-                    self.say(f"checkpoint {self.path(step).name} is damaged ({error}): the one before it is used")
+                    self.say(f"checkpoint {self.path(step).name} is damaged ({error}) and passed over")
                     continue
                 found = step
                 break

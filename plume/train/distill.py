@@ -102,11 +102,11 @@ def copy_layers(student: Model, teacher: Model) -> None:
 class Lesson(nn.Module):
     """The student, and a matrix to the teacher's width where theirs differ."""
 
-    def __init__(self, student: Model, teacher: Model) -> None:
+    def __init__(self, student: Model, teacher: Model, *, hidden: bool = True) -> None:
         super().__init__()
         self.student = student
         widths = student.config.width, teacher.config.width
-        self.widen = nn.Linear(*widths, bias=False) if widths[0] != widths[1] else None
+        self.widen = nn.Linear(*widths, bias=False) if hidden and widths[0] != widths[1] else None
 
 
 # ---- what is compared --------------------------------------------------------------------------------------------
@@ -246,6 +246,8 @@ def distill(config: DistillConfig) -> DistillResult:
     """Train a student on prepared or raw texts, and compare it with its teacher on the held-out ones."""
     with join(config.train.device) as ranks:
         with begun(config, ranks):
+            if config.attention_weight > 0 and config.train.activation_checkpointing:
+                raise UserError("attention_weight needs what train.activation_checkpointing throws away; turn one off")
             place = resolve(config.teacher)
             teacher = masked_only(load_model(place))
             view = as_pretraining(config, teacher, place)
@@ -257,7 +259,7 @@ def distill(config: DistillConfig) -> DistillResult:
             student = Model(view.model, teacher.kind)
             if config.start == "teacher":
                 copy_layers(student, teacher)
-            lesson = Lesson(student, teacher)
+            lesson = Lesson(student, teacher, hidden=config.hidden_weight > 0)
             objective = DistillObjective(teacher, config, student.config.layers)
             task = replace(
                 make_task(view, student, tokenizer, data), model=lesson, objective=objective, sample=None, floor=None
@@ -265,16 +267,23 @@ def distill(config: DistillConfig) -> DistillResult:
         precision = choose_precision(ranks.device, config.train.precision)
         trainer = Trainer(task, config.train, config.folder, ranks, precision)
         outcome = trainer.run(resume=config.resume)
+        student = gathered(student).to(ranks.device)
         losses = [held_out_loss(task, model, ranks.device) for model in (teacher, student)]
         counts = [sum(p.numel() for p in model.parameters()) for model in (teacher, student)]
         result = DistillResult(config.folder, outcome, losses[0], losses[1], counts[0], counts[1])
         if ranks.main:
-            for p in student.parameters():
-                p.data = whole(p.data).cpu()
             info = {"distilled_from": config.teacher, "recipe": plain(config), **result.as_json()}
-            save_model(student.eval(), config.folder / "model", tokenizer=tokenizer, info=as_json(info))
+            save_model(student.cpu().eval(), config.folder / "model", tokenizer=tokenizer, info=as_json(info))
         ranks.barrier()
         return result
+
+
+def gathered(student: Model) -> Model:
+    """The same model with whole weights, whatever its ranks share; all of them must ask."""
+    weights = {name: whole(p.detach()).cpu() for name, p in student.named_parameters()}
+    copy = Model(student.config, student.kind)
+    copy.load_state_dict(weights, strict=False)
+    return copy
 
 
 def masked_only(teacher: Model) -> Model:

@@ -40,9 +40,14 @@ class Distributed:
         return nullcontext()
 
 
-def distribute(module: nn.Module, config: TrainConfig, ranks: Ranks, precision: Precision) -> Distributed:
+def distribute(
+    module: nn.Module, config: TrainConfig, ranks: Ranks, precision: Precision, *, some_rest: bool = False
+) -> Distributed:
+    """`some_rest`: there may be steps in which not every parameter gets a gradient."""
     if ranks.size % config.tensor_parallel:
         raise UserError(f"tensor_parallel={config.tensor_parallel} does not divide {ranks.size} ranks")
+    if config.tensor_parallel > 1 and config.strategy == "ddp":
+        raise UserError("strategy='ddp' cannot copy matrices that ranks share; strategy='fsdp' or 'auto' can")
     replicas = ranks.size // config.tensor_parallel
     mesh = None
     if ranks.many:
@@ -64,7 +69,9 @@ def distribute(module: nn.Module, config: TrainConfig, ranks: Ranks, precision: 
         shard(module, mesh["data"], precision)
     elif config.tensor_parallel == 1:
         device_ids = [ranks.device] if ranks.device.type == "cuda" else None
-        module = nn.parallel.DistributedDataParallel(module, device_ids=device_ids, gradient_as_bucket_view=True)
+        module = nn.parallel.DistributedDataParallel(
+            module, device_ids=device_ids, gradient_as_bucket_view=True, find_unused_parameters=some_rest
+        )
     replica = ranks.rank // config.tensor_parallel
     return Distributed(module, replicas, replica, sharded or config.tensor_parallel > 1)
 

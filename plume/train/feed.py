@@ -60,7 +60,8 @@ class Feed:
         if self.ranks.many:  # the others wait in the middle of the step: it cannot be taken again
             raise UserError(
                 f"rank {self.ranks.rank} ran out of memory at step {step} with micro_batch={self.micro_batch} "
-                f"({reason}); resume with train.micro_batch={max(1, self.micro_batch // 2)}"
+                f"({reason}); resume with micro_batch={max(1, self.micro_batch // 2)}, "
+                "which is --train.micro-batch of a pretraining"
             )
         if self.micro_batch == 1:
             raise UserError(

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from plume.config import FinetuneConfig
 from plume.config.screen import tell
 from plume.data.examples import Example
@@ -15,7 +17,7 @@ from plume.files import aside, read_json, write_json, write_text
 from plume.heads import Model
 from plume.train import adapt, metrics
 from plume.train.devices import Precision, choose_precision
-from plume.train.jobs import JobSettings, LabelJob, settings_from
+from plume.train.jobs import EmbedJob, JobSettings, LabelJob, settings_from
 from plume.train.judge import best_null, measure, predict, sign, write_predictions
 from plume.train.labelled import Grouped
 from plume.train.loop import Outcome, Task, Trainer
@@ -112,6 +114,7 @@ def make_task(
         patience=config.patience,
         share=lambda name: shares.get(name, 1.0),
         before_step=freezer.at,
+        some_rest=True,  # a frozen layer, a head that an objective does not ask
     )
 
 
@@ -193,8 +196,8 @@ def finetune(config: FinetuneConfig, *, writer: Writer | None = None) -> Finetun
         best = min(results, key=lambda r: sign(plan.metric) * r.score)
         result = FinetuneResult(config.folder, plan.metric, results, best)
         if ranks.main:
-            result = finish(plan, result)
-        ranks.barrier()
+            result = finish(plan, result, ranks.device)
+        ranks.wait_long()
         return result
 
 
@@ -204,12 +207,12 @@ def seeds_of(config: FinetuneConfig, rows: int) -> range:
     return range(config.seed, config.seed + count)
 
 
-def finish(plan: Plan, result: FinetuneResult) -> FinetuneResult:
+def finish(plan: Plan, result: FinetuneResult, device: torch.device) -> FinetuneResult:
     """The best seed's model, its predictions, plots and the report."""
     folder, data, job = plan.config.folder, plan.data, plan.job
     with aside(folder / "model") as new:
         shutil.copytree(folder / f"seed-{result.best.seed}" / "model", new)
-    model = load_model(folder / "model")
+    model = load_model(folder / "model").to(device)
     job.settings = settings_from(read_json(folder / "model" / "plume.json")["task"])
     metric = answered(plan, model, data.validation, folder / "predictions.jsonl")
     test = answered(plan, model, data.test, folder / "test_predictions.jsonl") if data.test else None
@@ -235,6 +238,6 @@ def answered(plan: Plan, model: Model, examples: list[Example], path: Path) -> A
     write_predictions(path, examples, answers)
     metric = job.metric()
     for number, answer in answers.items():
-        if examples[number].label is not None or plan.data.kind == "embed":
+        if examples[number].label is not None or (isinstance(job, EmbedJob) and not job.scored):
             job.judge(metric, examples[number], answer)
     return metric

@@ -294,7 +294,8 @@ class EmbedJob(RowJob):
         self.transform = Transform(tokenizer, "embed", length=settings.length, causal=causal)
         self.cut = self.transform.cut
         self.temperature = temperature
-        self.scored: bool | None = None  # whether pairs come with numbers, as the first set read says
+        self.scored: bool | None = None  # whether pairs come with numbers, as the first set read says,
+        self.top = 1.0  # and the largest of them, where that is above 1: cosines end there
 
     def encode(self, examples: Sequence[Example]) -> Labelled:
         sides = [name for name in ("text", "pair", "negative") if name in examples[0].fields]
@@ -303,9 +304,9 @@ class EmbedJob(RowJob):
         items = [[next(rows)[0] for _ in sides] for _ in examples]
         if self.scored is None:
             self.scored = all(e.label is not None for e in examples) and "negative" not in sides
+            self.top = max(1.0, *(_number(e.label) for e in examples)) if self.scored else 1.0
         numbers = np.array([_number(e.label) for e in examples], dtype=np.float32)
-        top = float(numbers.max()) if self.scored else 0.0
-        return Labelled(items, numbers / top if top > 1 else numbers)  # cosines end at 1
+        return Labelled(items, numbers / np.float32(self.top))
 
     def losses(self, model: Model, hidden: Tensor, batch: LabelledBatch) -> Tensor:
         vectors = F.normalize(mean_pool(hidden, batch.lengths), dim=1)  # (R, D)
@@ -335,6 +336,6 @@ class EmbedJob(RowJob):
 
     def judge(self, metric: Any, example: Example, prediction: Prediction) -> None:
         if self.scored:
-            metric.add(float(example.label), prediction.value)
+            metric.add(float(example.label) / self.top, prediction.value)
         else:
             metric.add(1, int(prediction.scores["nearest"]), int(prediction.scores["of"]))

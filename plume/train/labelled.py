@@ -139,7 +139,7 @@ class Grouped:
         for first in range(0, len(order), pool):
             items = order[first : first + pool]
             items = items[np.argsort(-self.data.lengths[items], kind="stable")]
-            batches += [items[i : i + self.size] for i in range(0, len(items), self.size)]
+            batches += np.array_split(items, -(-len(items) // self.size))  # of like size: no row stands alone
         return [batches[i] for i in draw.permutation(len(batches))]
 
     def numbers(self, step: int) -> Numbers:

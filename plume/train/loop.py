@@ -61,6 +61,7 @@ class Task:
     judge: Callable[[Any], float] | None = None  # of the model, lower is better; unset means the validation loss
     patience: int | None = None  # validations without a better one after which to stop
     before_step: Callable[[int], None] | None = None  # such as to unfreeze a layer; a pure function of the step
+    some_rest: bool = False  # there may be steps in which not every parameter gets a gradient
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Trainer:
         self.task, self.config, self.ranks, self.folder, self.precision = task, config, ranks, folder, precision
         self.weights = torch.tensor(list(task.objective.parts.values()), device=ranks.device)  # (K,)
         module = LossModule(task.model.to(ranks.device), task.objective)
-        self.distributed: Distributed = distribute(module, config, ranks, precision)
+        self.distributed: Distributed = distribute(module, config, ranks, precision, some_rest=task.some_rest)
         self.feed = Feed(task.train, config, ranks, self.distributed)
         self.optimizers = Optimizers(task.model, config, task.share)
         self.progress = Progress(folder, config, ranks, list(task.objective.parts))
@@ -137,8 +138,11 @@ class Trainer:
     def choose_weights(self) -> None:
         """At the end: those of the best step, the mean of several steps, or simply the last."""
         if self.config.keep_best and self.best is not None and self.best[1] != self.step:
-            self.checkpoints.load(self.best[1], self.tensors())
-            self.progress.say(f"the weights of step {self.best[1]} are the best in validation: they are kept")
+            if self.checkpoints.whole(self.best[1]):
+                self.checkpoints.load(self.best[1], self.tensors())
+                self.progress.say(f"the weights of step {self.best[1]} are the best in validation: they are kept")
+            else:
+                self.progress.say(f"the weights of step {self.best[1]} were the best, but are damaged")
         if self.config.average > 1:
             self.average_weights()
 
@@ -191,7 +195,7 @@ class Trainer:
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Gradients of the loss of the whole batch; (K,) totals of this rank and (K,) counts of all."""
         parts = self.feed.load(self.step)
-        counts = sum_of(self.task.objective.counts(batch) for _, batch in parts)
+        counts = torch.stack([self.task.objective.counts(batch) for _, batch in parts]).sum(dim=0)
         told = torch.cat([counts, torch.tensor([float(self.asked), sum(b.tokens.numel() for _, b in parts)])])
         told = self.ranks.sum(told.to(self.ranks.device, torch.float64))
         counts = told[:-2]
@@ -272,9 +276,11 @@ class Trainer:
 
     def judged(self, judge: Callable[[Any], float]) -> float:
         self.task.model.eval()
-        score = judge(self.task.model)
+        found = judge(self.task.model)
+        score = torch.tensor(found if self.ranks.main else 0.0, dtype=torch.float64, device=self.ranks.device)
         self.task.model.train()
-        return score
+        self.ranks.sum(score)  # the main rank's: all must come to the same decision
+        return float(score)
 
     @torch.no_grad()
     def measure(self) -> Tensor:
@@ -315,6 +321,7 @@ class Trainer:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "micro_batch": self.feed.micro_batch,
+            "asked_micro_batch": self.config.micro_batch,
             "validation": self.validation,
             "best": self.best,
             "worse": self.worse,
@@ -330,7 +337,7 @@ class Trainer:
     def average_weights(self) -> None:
         """The mean of the weights of the last checkpoints, the present one among them."""
         weights = {name: tensor for name, tensor in self.tensors().items() if name.startswith("model/")}
-        others = self.checkpoints.steps()[-self.config.average : -1]
+        others = [step for step in self.checkpoints.steps()[-self.config.average : -1] if self.checkpoints.whole(step)]
         mean = {name: tensor.clone() for name, tensor in weights.items()}
         for number, step in enumerate(others, start=2):
             self.checkpoints.load(step, weights)
@@ -344,19 +351,22 @@ class Trainer:
         step = self.checkpoints.latest()
         if step is None:
             self.progress.say("there is no whole checkpoint: starting from the beginning")
+            self.checkpoints.drop_after(-1)
             self.progress.restart(0)
             return
         state = self.checkpoints.load(step, self.tensors())
         self.checkpoints.drop_after(step)
         self.step, self.tokens, self.seconds = step, state["tokens"], state["seconds"]
-        self.best = None if state["best"] is None else (state["best"][0], state["best"][1])
+        kept = state["best"] is not None and state["best"][1] in self.checkpoints.steps()
+        self.best = (state["best"][0], state["best"][1]) if kept else None
         self.validation, self.worse, self.early = state["validation"], state["worse"], state["early"]
         self.progress.last_loss = state["loss"]
         self.sums.copy_(torch.tensor(state["sums"], dtype=torch.float64))
         self.sums[0] *= self.ranks.main  # the totals of all ranks are now the main rank's
-        if state["ranks"] == self.ranks.size:
+        if state["ranks"] == self.ranks.size and state["asked_micro_batch"] == self.config.micro_batch:
             self.feed.micro_batch = state["micro_batch"]  # also when halved: the same sums in the same order
-        self.precision = replace(self.precision, name=state["precision"])  # measured anew it might come out otherwise
+        if self.config.precision == "auto":
+            self.precision = replace(self.precision, name=state["precision"])  # measured anew it might be another
         self.progress.restart(step)
         self.progress.say(f"going on from step {step}")
 
@@ -381,13 +391,6 @@ class Trainer:
         finally:
             for number, handler in kept.items():
                 signal.signal(number, handler)
-
-
-def sum_of(tensors: Iterator[Tensor]) -> Tensor:
-    first, *rest = tensors
-    for tensor in rest:
-        first = first + tensor
-    return first
 
 
 def mixed(seed: int, step: int, row: int) -> int:

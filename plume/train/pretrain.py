@@ -44,7 +44,10 @@ from plume.train.runs import METRICS, PLOT, RECIPE, SAMPLES, differences_of, plo
 from plume.weights import save_model
 
 ENTROPY_ROWS, ENTROPY_TOKENS = 2048, 1 << 20  # token frequencies are counted over so many sequences or tokens
-MAY_CHANGE = ("train.", "resume", "overwrite", "prepared", "data.workers", "data.on", "folder")  # when a run goes on
+MAY_CHANGE = (  # when a run goes on
+    *("train.", "micro_batch", "device", "precision"),
+    *("resume", "overwrite", "prepared", "data.workers", "data.on", "folder"),
+)
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,8 @@ def refuse_other_settings(folder: Path, wanted: dict[str, Any]) -> None:
 def remove_run(folder: Path) -> None:
     """What runs leave in their folder, and nothing else."""
     seeds = [path.name for path in folder.glob("seed-*")]
-    for name in ("checkpoints", "model", "tensorboard", *seeds, RECIPE, METRICS, PLOT, SAMPLES):
+    found = ("report.md", "results.json", "predictions.jsonl", "test_predictions.jsonl", "confusion.png", "curve.png")
+    for name in ("checkpoints", "model", "tensorboard", *seeds, RECIPE, METRICS, PLOT, SAMPLES, *found):
         remove(folder / name)
 
 

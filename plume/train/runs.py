@@ -105,7 +105,9 @@ def toml_value(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, list | tuple):
         return f"[{', '.join(toml_value(inner) for inner in value)}]"
-    return repr(value) if isinstance(value, int | float) else json.dumps(str(value))
+    if isinstance(value, int | float):
+        return repr(value)
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has no surrogates
 
 
 def differences_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:

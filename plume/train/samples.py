@@ -64,7 +64,7 @@ def translation(tokenizer: Tokenizer, batch: Batch, length: int) -> Callable[[Mo
         source = torch.from_numpy(batch.source).to(model.table.device)
         ids = [decoder_start(tokenizer)]
         ends = {tokenizer.end, tokenizer.separator}
-        while len(ids) <= length and not (len(ids) > 1 and ids[-1] in ends):
+        while len(ids) <= min(length, model.config.context - 1) and not (len(ids) > 1 and ids[-1] in ends):
             logits = model(source, torch.tensor([ids], device=source.device))
             ids.append(int(logits[0, -1].argmax()))
         given, said = (tokenizer.decode(row, skip_special=True) for row in (batch.source[0].tolist(), ids))

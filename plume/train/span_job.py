@@ -101,6 +101,8 @@ class SpanJob(RowJob):
 def best_span(logits: Any, window: Window, context: str, longest: int) -> Span:
     """The best (start, end) inside the context that is not too long, its start judged only where it is seen best."""
     size = len(window.starts)
+    if size == 0:  # a context of characters that the tokenizer drops
+        return Span("", 0, 0, IMPOSSIBLE)
     inside = slice(window.first, window.first + size)
     starts, ends = logits[inside, 0].copy(), logits[inside, 1]
     starts[~window.best] = IMPOSSIBLE

@@ -48,7 +48,12 @@ def our_values(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
         for key, value in family.constants.items()
         if raw.get(key, value) != value
     ]
-    values: dict[str, Any] = {**family.behaves}
+    problems += [
+        f"{key}={raw[key]!r} is not supported beside {family.keys[ours]}={raw[family.keys[ours]]!r}"
+        for key, ours in family.second_keys.items()
+        if raw.get(key) is not None and raw.get(family.keys.get(ours, ""), raw[key]) != raw[key]
+    ]
+    values: dict[str, Any] = {**family.assumes, **family.behaves}
     for ours, key in family.keys.items():
         if raw.get(key) is not None:
             values[ours] = raw[key]

@@ -22,7 +22,7 @@ import plume.evaluate
 from plume.cli import main
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate, metrics
-from plume.evaluate.compare import compare, mcnemar, sign_flips
+from plume.evaluate.compare import compare, contributions, mcnemar, sign_flips
 from plume.evaluate.contamination import found_in, runs_of
 from plume.evaluate.published import published
 from plume.evaluate.report import picture, read_report, scores
@@ -123,6 +123,27 @@ def test_two_reports_side_by_side(trained_folder, random_folder, made, tmp_path,
     assert "wikitext-2" in capsys.readouterr().out
     assert main(["evaluate", "--compare", str(tmp_path / "a"), str(tmp_path / "nowhere")]) == 2
     assert "there is no report" in capsys.readouterr().err
+
+
+def test_only_like_is_compared(trained_folder, random_folder, made, tmp_path):
+    base = {"data": made, "plots": False}
+    run(random_folder, tmp_path / "a", "lambada", **base)
+    for name, settings, other in (
+        ("limit", {"limit": 5}, "items"),
+        ("shots", {"shots": 1}, "examples"),
+        ("words", {"protocol": "gpt2-paper", "stop_words": False}, "protocol"),
+    ):
+        run(trained_folder, tmp_path / name, "lambada", **base, **settings)
+        (found,) = compare(tmp_path / "a", tmp_path / name)
+        assert (found.test, found.better) == (f"not comparable: other {other}", "neither")
+
+
+def test_seeds_are_no_items_of_their_own(tmp_path):
+    rows = [{"item": item, "acc": float(item % 3 == seed % 2)} for seed in range(5) for item in range(6)]
+    found = contributions(rows, "acc", windows=True)
+    assert len(found) == 6 and found[0, 0] == pytest.approx(0.6)
+    worse = contributions([{"item": 0, "token_perplexity": 9.0}], "token_perplexity", windows=False)
+    assert worse == {(0, 0): -9.0}
 
 
 def test_significance_of_pairs():
@@ -308,7 +329,7 @@ def test_a_stopped_sweep_says_so_and_goes_on(tmp_path, capsys, monkeypatch):
     """Ctrl-C saves the size that is being trained; the exit code is that of a training that was stopped."""
     from plume.train.loop import Trainer
 
-    recipe, validate = sweep_recipe(tmp_path, "stopped", 40, '["1x16"]'), Trainer.validate
+    recipe, validate = sweep_recipe(tmp_path, "stopped", 40, '["1x16", "2x16"]'), Trainer.validate
 
     def press(self, *given):
         os.kill(os.getpid(), signal.SIGINT)
@@ -316,7 +337,7 @@ def test_a_stopped_sweep_says_so_and_goes_on(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Trainer, "validate", press)
     assert main(["sweep", str(recipe)]) == 130
-    assert "stopped while training 1x16; the same command goes on from there" in capsys.readouterr().err
+    assert "stopped while training 1x16; the same command goes on from there" in capsys.readouterr().out
     monkeypatch.undo()
     assert main(["sweep", str(recipe)]) == 0
 

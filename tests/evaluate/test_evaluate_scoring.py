@@ -45,10 +45,15 @@ def some_requests(vocabulary: int, count: int = 60) -> list[Request]:
     return [*made, made[0]]
 
 
+AS_MANY = [Request((1, 2), (3, 4)), Request((1, 2), (5, 6))]  # asked places as there are tokens in their tree
+FOUR = [Request((1, 2, 3, 4), (n, 9, n)) for n in (5, 6, 7, 8)]
+
+
 @torch.no_grad()
-def test_scores_equal_a_loop_one_request_at_a_time(causal):
+@pytest.mark.parametrize("made", [some_requests, lambda _: AS_MANY, lambda _: FOUR], ids=["many", "two", "four"])
+def test_scores_equal_a_loop_one_request_at_a_time(causal, made):
     theirs, scorer = causal
-    requests = some_requests(theirs.config.vocab_size)
+    requests = made(theirs.config.vocab_size)
     found = dict(scorer.score(requests))
     assert sorted(found) == list(range(len(requests)))
     for number, request in enumerate(requests):

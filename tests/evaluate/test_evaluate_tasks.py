@@ -10,7 +10,7 @@ from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate, made
 from plume.evaluate.items import Row
 from plume.evaluate.protocols import PROTOCOLS, pair
-from plume.evaluate.tasks import TASKS, book_file, task_called
+from plume.evaluate.tasks import TASKS, book_file, find, task_called
 from plume.text import load_tokenizer
 
 GOOD = {"context": "The cat went to the house and it ate", "choices": ["milk", "hay", "bones"], "answer": 0}
@@ -86,6 +86,35 @@ def test_unknown_tasks_are_named_together(trained_folder):
         UserError, match=r"(?s)no file 'lamda'; did you mean 'lambada'.*no file 'wikitxt-2'; did you mean"
     ):
         run(trained_folder, "lamda", "wikitxt-2")
+
+
+def test_two_tasks_of_one_name_are_refused(trained_folder, tmp_path):
+    files = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        files.append(write_rows(tmp_path / name / "test.jsonl", [{"text": "a story"}]))
+    with pytest.raises(UserError, match="two tasks would be called 'test'"):
+        evaluate(EvaluateConfig(model=str(trained_folder), tasks=tuple(map(str, files))))
+
+
+def test_labels_are_looked_for_where_they_are(tmp_path):
+    """GLUE's and SuperGLUE's test rows have none, so the validation rows are scored, and a label of -1 is refused."""
+    (tmp_path / "boolq").mkdir()
+    for name in ("test", "validation"):
+        write_rows(tmp_path / "boolq" / f"{name}.jsonl", [{"passage": "So.", "question": "is it", "label": -1}])
+    source = find(TASKS["boolq"], "test", tmp_path)
+    assert source.name.endswith("validation.jsonl")
+    with pytest.raises(UserError, match=r"line 1: label is -1, which is neither yes nor no"):
+        list(TASKS["boolq"].build(next(iter(source.rows())), PROTOCOLS["harness"]))
+
+
+def test_rows_of_another_make_are_named(trained_folder, tmp_path):
+    rows = write_rows(tmp_path / "race.jsonl", [{"article": "A.", "problems": "[not python"}])
+    with pytest.raises(UserError, match=r"race.jsonl line 1: this is not what race is made of \(SyntaxError"):
+        evaluate(EvaluateConfig(model=str(trained_folder), tasks=(f"race={rows}",)))
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin.txt.*UnicodeDecodeError"):
+        evaluate(EvaluateConfig(model=str(trained_folder), tasks=(str(tmp_path / "latin.txt"),)))
 
 
 def test_missing_data_says_what_to_do(trained_folder, tmp_path):

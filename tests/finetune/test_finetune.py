@@ -344,7 +344,15 @@ def test_an_epoch_visits_every_item_once_and_batches_are_a_function_of_the_step(
     step = first.steps + 7
     assert np.array_equal(second.numbers(step), first.numbers(step))  # asked for alone, without the steps before
     assert not np.array_equal(first.numbers(0), Grouped(data, 16, seed=4).numbers(0))
-    assert torch.equal(first.part(5, 4, 3).tokens[:, :3], first.part(5, 0, 16).tokens[4:7, :3])
+    assert torch.equal(first.part(5, 4, 3).tokens[:, :3], first.part(5, 0, first.rows(5)).tokens[4:7, :3])
+
+
+def test_no_batch_is_much_smaller_than_the_others():
+    """So that many ranks can share every one of them, and no row has nothing to be told apart from."""
+    for count, size in ((65, 32), (33, 32), (1003, 16), (7, 16)):
+        batches = Grouped(many_rows(count), size, seed=0)
+        sizes = [batches.rows(step) for step in range(batches.steps)]
+        assert sum(sizes) == count and min(sizes) >= min(count, size) // 2 and max(sizes) <= size
 
 
 def test_like_lengths_stand_together():

@@ -191,6 +191,43 @@ def test_mistakes_are_named(tmp_path, lines, settings, message):
         load_task(TaskConfig(train=path, **settings))
 
 
+def test_a_place_outside_the_choices_of_a_validation_row(tmp_path):
+    def write(name, labels):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"context": "x", "choices": ["a", "b"], "label": n}) + "\n" for n in labels))
+        return str(path)
+
+    train = write("train.jsonl", [0, 1, 0, 1])
+    with pytest.raises(UserError, match=r"later.jsonl line 2: .*the label 2"):
+        load_task(TaskConfig(kind="choose", train=train, validation=write("later.jsonl", [0, 2])))
+
+
+def test_answers_of_a_span_in_every_form(tmp_path):
+    context = "Ann lives in Paris."
+    for answers in ("Paris", ["Paris"], [{"answer_start": 13, "text": "Paris"}], [[13, "Paris"]]):
+        path = tmp_path / "a.jsonl"
+        rows = [{"context": context, "question": f"Where, {n}?", "answers": answers} for n in range(4)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert load_task(TaskConfig(kind="span", train=str(path))).train[0].label == [(13, "Paris")]
+    path.write_text(json.dumps({"context": context, "question": "Where?", "answers": [5]}) + "\n")
+    with pytest.raises(UserError, match="line 1: the answer 5 is neither a text nor a place"):
+        load_task(TaskConfig(kind="span", train=str(path)))
+
+
+def test_packed_files_are_read_as_plain_ones(tmp_path):
+    import gzip
+
+    conll = tmp_path / "a.conll.gz"
+    conll.write_bytes(gzip.compress(b"Ann B-PER\nsings O\n\nBob B-PER\n\nCid B-PER\nsits O\n"))
+    assert load_task(TaskConfig(train=str(conll))).kind == "tag"
+    answers = [{"answer_start": 0, "text": "Ann"}]
+    questions = [{"id": str(n), "question": "Who?", "answers": answers} for n in range(4)]
+    squad = {"data": [{"paragraphs": [{"context": "Ann", "qas": questions}]}]}
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(squad).encode()))
+    assert load_task(TaskConfig(train=str(path))).kind == "span"
+
+
 def test_a_label_never_seen_in_training(tmp_path):
     train = rows(tmp_path / "a.csv", "text,label", *["fine,good", "dull,bad"] * 3)
     other = rows(tmp_path / "b.csv", "text,label", "fine,good", "so so,middling")

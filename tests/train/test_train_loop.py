@@ -133,6 +133,45 @@ def test_all_damaged_starts_again(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert_same_weights(whole, again)
 
 
+def test_damaged_leftovers_do_not_push_new_checkpoints_out(tmp_path: Path) -> None:
+    config = replace(CONFIG, checkpoint_every=2, keep_last=1, validate_every=100)
+    toy_trainer(tmp_path, config).run(resume=False)
+    for manifest in tmp_path.glob("checkpoints/*/manifest.json"):
+        manifest.write_text("")
+    again = toy_trainer(tmp_path, config)
+    again.restore()
+    again.step = 2
+    again.save()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_what_is_asked_for_when_a_run_goes_on_holds(tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=4, micro_batch=4, precision="float32")
+    toy_trainer(tmp_path, config).run(resume=False)
+    smaller = toy_trainer(tmp_path, replace(config, steps=8, micro_batch=2))
+    smaller.run(resume=True)
+    assert smaller.feed.micro_batch == 2
+    same = toy_trainer(tmp_path, replace(config, steps=10, micro_batch=2))
+    same.feed.micro_batch = 7
+    same.restore()
+    assert same.feed.micro_batch == 2
+
+
+def test_a_best_checkpoint_that_is_damaged_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = replace(CONFIG, validate_every=2, checkpoint_every=2, keep_best=True)
+    scores = iter([1.0, 2.0, 3.0, 4.0])
+    trainer = toy_trainer(tmp_path, config, judge=lambda model: next(scores))
+    choose = trainer.choose_weights
+
+    def damaged() -> None:
+        (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").write_text("")
+        choose()
+
+    trainer.choose_weights = damaged  # type: ignore[method-assign]
+    trainer.run(resume=False)
+    assert "were the best, but are damaged" in capsys.readouterr().err
+
+
 def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     config = replace(CONFIG, steps=12, validate_every=2, checkpoint_every=2, keep_last=2, keep_best=True)
     scores = iter([5.0, 1.0, 4.0, 3.0, 2.0, 6.0])
@@ -336,7 +375,7 @@ def test_wandb_gets_the_numbers_and_a_missing_package_is_told(tmp_path: Path, mo
             logged.append((-1, {}))
 
     monkeypatch.setattr("plume.train.progress.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"train.wandb=true needs the package wandb.*pip install wandb"):
+    with pytest.raises(UserError, match=r"train.wandb=true needs the package wandb: pip install .plume-lm.track.."):
         toy_trainer(tmp_path / "a", replace(CONFIG, wandb=True))
     monkeypatch.setattr("plume.train.progress.find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **more: Run()))

@@ -124,6 +124,13 @@ def test_a_run_is_not_overwritten_unless_asked_and_goes_on_when_asked(tmp_path: 
     assert pretrain(again).outcome.step == 2
 
 
+def test_any_text_comes_back_from_a_recipe() -> None:
+    import tomllib
+
+    texts = ["\U0001f600 \U00020000", 'tab\tquote" back\\slash', "del\x7f null\x00 \u2028", "plain"]
+    assert tomllib.loads(to_toml({"a": {"texts": texts, "text": texts[0]}}))["a"] == {"texts": texts, "text": texts[0]}
+
+
 def test_a_run_is_replaced_only_when_its_successor_can_begin(tmp_path: Path) -> None:
     config = small("gpt2-char", tmp_path, **{"train.steps": "2"})
     kept = pretrain(config).model / "model.safetensors"
