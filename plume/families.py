@@ -388,9 +388,8 @@ def family_of(config: ModelConfig) -> Family:
     if config.hidden == 4 * config.width:
         config = replace(config, hidden=None)
     for family in FAMILIES:
-        if config.activation in family.activations and all(
-            getattr(config, name) == value for name, value in family.behaves.items()
-        ):
+        alike = all(getattr(config, name) == value for name, value in family.behaves.items())
+        if alike and config.activation in family.activations:
             return family
     raise UserError(f"no family of transformers behaves like this, so no model folder can hold it: {config}")
 
