@@ -372,11 +372,7 @@ MARIAN = Family(
     },
     buffers=r"(en|de)coder\.embed_positions\.weight$",
     zero_biases=("final_logits_bias",),
-    second_keys={
-        "decoder_attention_heads": "heads",
-        "decoder_ffn_dim": "mlp_width",
-        "decoder_vocab_size": "vocab_size",
-    },
+    second_keys={"decoder_attention_heads": "heads", "decoder_ffn_dim": "hidden", "decoder_vocab_size": "vocab_size"},
     written={"forced_eos_token_id": None},
     needs_ids=True,
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, random_model
+from families import FAMILIES, TRANSFORMER, random_model
 from safetensors.torch import load_file, save_file
 
 from plume.config import UserError
@@ -220,3 +220,10 @@ def test_a_model_that_no_family_can_hold(tmp_path):
     with pytest.raises(UserError, match="no model folder can hold it"):
         save_model(strange, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_encoder_and_a_decoder_that_differ_are_refused(tmp_path):
+    folder = save_model(random_model(TRANSFORMER), tmp_path / "marian")
+    load_model(folder)
+    edit_config(folder, decoder_attention_heads=1)
+    refused(folder, "decoder_attention_heads=1 is not supported beside encoder_attention_heads=")

@@ -51,7 +51,7 @@ def our_values(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     problems += [
         f"{key}={raw[key]!r} is not supported beside {family.keys[ours]}={raw[family.keys[ours]]!r}"
         for key, ours in family.second_keys.items()
-        if raw.get(key) is not None and raw.get(family.keys.get(ours, ""), raw[key]) != raw[key]
+        if raw.get(key) is not None and raw.get(family.keys[ours], raw[key]) != raw[key]
     ]
     values: dict[str, Any] = {**family.assumes, **family.behaves}
     for ours, key in family.keys.items():
@@ -97,7 +97,7 @@ def to_hf_config(model: Model, tokenizer: Tokenizer | None) -> dict[str, Any]:
         values[family.keys["hidden"]] = config.mlp_width
     if family.positions_after_pad:
         values[family.keys["context"]] = config.context + config.first_position
-    values |= {key: getattr(config, ours) for key, ours in family.second_keys.items()}
+    values |= {key: values[family.keys[ours]] for key, ours in family.second_keys.items()}
     values |= family.written
     if model.kind == "similarity":
         values["plume_head"] = model.kind  # transformers has no class of its own for it
