@@ -128,7 +128,7 @@ with join("cpu") as ranks:
         )
         named = trainer.task.model.named_parameters()
         body = sum(local(p) for n, p in named if n.startswith(("body.", "head.summary.")))
-        settings = PlanConfig(model=config, ranks=ranks.size, strategy=strategy, tensor_parallel=tensor, batch=1)
+        settings = PlanConfig(model=config, ranks=ranks.size, strategy=strategy, tensor_parallel=tensor, micro_batch=1)
         said = plan_ranks(settings, plan(settings))
         if ranks.main:
             print("FOUND", json.dumps([strategy, tensor, found, body, asdict(said)]))
