@@ -24,8 +24,8 @@ test-slow: $(VENV)/.all
 	$(PYTEST) -m slow
 
 # a fresh cache lets numba compile, so that what writes the compiled code is seen at work
-coverage: export COVERAGE_FILE := build/coverage/data
-coverage: export NUMBA_CACHE_DIR := build/coverage/numba
+coverage: export COVERAGE_FILE := $(CURDIR)/build/coverage/data
+coverage: export NUMBA_CACHE_DIR := $(CURDIR)/build/coverage/numba
 coverage: $(VENV)/.all
 	rm -rf build/coverage && mkdir -p build/coverage
 	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n 2 --dist loadfile -m "not slow"
