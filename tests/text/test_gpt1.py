@@ -1,5 +1,6 @@
 """GPT-1's words and ids, against the way of the original written out letter by letter."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -93,6 +94,17 @@ def test_what_cut_the_words_is_remembered(tmp_path: Path, monkeypatch: pytest.Mo
         load_tokenizer(tmp_path / "spacy").encode("they can't")
     assert load_tokenizer(tmp_path / "basic").encode("fine")
     assert train_tokenizer(TokenizerConfig(kind="gpt1-bpe", vocab_size=200), ENGLISH * 3).words == "basic"
+
+
+def test_pieces_say_which_characters_they_cover() -> None:
+    """Also behind the clean-up, which changes letters: each piece stands where it was cut from, one after the other."""
+    tokenizer = train_tokenizer(TokenizerConfig(kind="gpt1-bpe", vocab_size=200, words="spacy"), ENGLISH * 3)
+    for text in ("Hello, my dog is cute", "I can't -- won't they?", "two  blanks\nand a line"):
+        pieces = tokenizer.pieces(text)
+        assert [piece.id for piece in pieces] == tokenizer.encode(text)
+        covered = [text[piece.start : piece.end].lower() for piece in pieces]
+        assert covered == [tokenizer.piece_bytes(piece.id).decode().strip(" ") for piece in pieces]
+        assert all(one.end <= other.start for one, other in itertools.pairwise(pieces))
 
 
 def test_start_delimiter_and_classify_follow_the_vocabulary(shared: Path) -> None:
