@@ -92,7 +92,7 @@ def test_rows_compare_the_best_rounds(monkeypatch, trained_folder, capsys):
     monkeypatch.setattr(bench, "read_bandwidth", lambda threads: 5000.0)
     config = DecodeBenchConfig(model=trained_folder, batch=2, rounds=2, prefill_tokens=16, threads=1)
     report = bench.bench_decode(config)
-    assert "llama.cpp f32 is left out: not here" in capsys.readouterr().out
+    assert "onnxruntime float32 is left out: not here" in capsys.readouterr().out
     ours, int8, theirs = report.rows
     best = {name: speed - 4 for name, speed in SPEEDS.items()}  # the first job of the first round that counts
     assert (ours["batch 1"], int8["batch 1"], theirs["batch 1"]) == tuple(best.values())
