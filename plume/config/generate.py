@@ -45,6 +45,11 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         refuse(sentence for wrong, sentence in self._checks() if wrong)
 
+    @property
+    def sequences(self) -> int:
+        """How many are written for one prompt."""
+        return self.n if self.best_of is None else self.best_of
+
     def _checks(self) -> Iterator[tuple[bool, str]]:
         limit, t = self.max_new_tokens, self.temperature
         yield limit is not None and limit < 1, f"max_new_tokens={limit} must be at least 1, or none"

@@ -49,16 +49,17 @@ def fresh_seed(config: SamplingConfig) -> int:
     return secrets.randbits(32) if config.seed is None else config.seed
 
 
+def check_ids(tokens: Sequence[int], vocab_size: int, where: str = "") -> None:
+    if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise UserError(f"token id {wrong[0]}{where} is outside the vocabulary (0 to {vocab_size - 1})")
+
+
 def fit_prompt(prompt: Sequence[int], config: SamplingConfig, context: int, vocab_size: int) -> list[int]:
     """The prompt, checked, and cut from the left when it is too long and the policy allows that."""
     if len(prompt) == 0:
         raise UserError("the prompt is empty; leave it out for a sample from the start token")
-    if wrong := [t for t in prompt if not 0 <= t < vocab_size]:
-        raise UserError(f"token id {wrong[0]} is outside the vocabulary (0 to {vocab_size - 1})")
-    if wrong := [t for t in (*config.logit_bias, *config.stop_tokens) if not 0 <= t < vocab_size]:
-        raise UserError(
-            f"token id {wrong[0]} in logit_bias or stop_tokens is outside the vocabulary (0 to {vocab_size - 1})"
-        )
+    check_ids(prompt, vocab_size)
+    check_ids((*config.logit_bias, *config.stop_tokens), vocab_size, " in logit_bias or stop_tokens")
     if len(prompt) < context:
         return list(prompt)
     new = 1 if config.max_new_tokens is None else config.max_new_tokens

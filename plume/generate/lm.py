@@ -16,7 +16,7 @@ import numpy as np
 
 from plume.config import EngineConfig, SamplingConfig, UserError
 from plume.generate import looking, sampling
-from plume.generate.continuation import Continuation, Generation, Guess, fresh_seed
+from plume.generate.continuation import Continuation, Generation, Guess, check_ids, fit_prompt, fresh_seed, healing
 from plume.generate.engine import Engine
 from plume.generate.looking import Candidate, Score, TokenScore
 from plume.generate.opening import engine_for, open_engine
@@ -147,8 +147,7 @@ class LM:
         """The continuations of one prompt, to be given to a runner."""
         self._check_writes()
         tokens, seed = self.encode(prompt), fresh_seed(config)
-        count = config.n if config.best_of is None else config.best_of
-        return [self._continuation(tokens, config, seed, sample) for sample in range(count)]
+        return [self._continuation(tokens, config, seed, sample) for sample in range(config.sequences)]
 
     def _continuation(self, tokens: list[int], config: SamplingConfig, seed: int, sample: int) -> Continuation:
         continuation = Continuation(
@@ -221,8 +220,6 @@ class LM:
         return looking.likeliest(self.tokenizer, self.runner.look(tokens)[-1], k)
 
     def _fitting(self, tokens: list[int]) -> list[int]:
-        from plume.generate.continuation import fit_prompt
-
         return fit_prompt(tokens, SamplingConfig(), self.engine.capacity + 1, self.config.vocab_size)
 
     def text_of(self, id: int) -> str:
@@ -236,8 +233,6 @@ class LM:
         config = SamplingConfig(temperature=0, max_new_tokens=8, heal=not text.endswith((" ", "\n")), n=1)
         first = self._continuation(self.encode(text), config, seed=0, sample=0)
         if first.owed:
-            from plume.generate.continuation import healing
-
             allowed = np.array(healing(self.tokenizer).starting_with(first.owed))
         else:
             allowed = np.arange(min(self.tokenizer.vocab_size, self.config.vocab_size))
@@ -271,8 +266,7 @@ class LM:
         tokens = self.encode(text)
         if not tokens:
             raise UserError("there is no text to score")
-        if wrong := [token for token in tokens if not 0 <= token < self.config.vocab_size]:
-            raise UserError(f"token id {wrong[0]} is outside the vocabulary (0 to {self.config.vocab_size - 1})")
+        check_ids(tokens, self.config.vocab_size)
         start = self.tokenizer.end if self.tokenizer.start is None else self.tokenizer.start
         window = [start, *tokens] if start is not None else tokens
         if len(window) < 2:

@@ -106,8 +106,7 @@ class Completion:
         prompts = self._prompts()
         check(asked, served.config.max_new_tokens, len(prompts))
         self.config = sampling_config(asked)
-        samples = self.config.n if self.config.best_of is None else self.config.best_of
-        wanted, room = samples * len(prompts), self.scheduler.room
+        wanted, room = self.config.sequences * len(prompts), self.scheduler.room
         if wanted > room:
             raise ApiError(400, f"{wanted} sequences are asked for; this server takes {room}", param="n")
         self.prompts = prompts
@@ -126,11 +125,10 @@ class Completion:
     async def begin(self) -> None:
         """Score what is to be echoed, then put every sequence in line."""
         seed, loop = fresh_seed(self.config), asyncio.get_running_loop()
-        samples = self.config.n if self.config.best_of is None else self.config.best_of
         deadline = time.monotonic() + self.served.config.timeout
         for prompt in self.prompts:
             echoed = await self._echo(prompt) if self.asked.echo else None
-            for sample in range(samples):
+            for sample in range(self.config.sequences):
                 answer = Answer(len(self.answers), None, echoed, seed)
                 self.answers.append(answer)
                 if self.asked.max_tokens == 0:

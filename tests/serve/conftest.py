@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
 import uvicorn
+from visit import CHROMIUM, EVIL, FLAGS, Visit
 
 from plume.config import PRESETS, EngineConfig, ServeConfig, TokenizerConfig
 from plume.heads import Model
@@ -121,3 +123,30 @@ def server(serve_config: ServeConfig) -> Iterator[Running]:
 def client(server: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
+
+
+# ---- the page
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need the package playwright")
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium; Debian's package chromium would do")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def site(models, runs_folder, serve_config) -> Iterator[Running]:
+    places = (str(models["gpt"]), str(models["bert"]), f"{EVIL}={models['other']}")
+    yield from run_server(replace(serve_config, models=places))
+
+
+@pytest.fixture
+def visit(browser, site) -> Iterator[Visit]:
+    visit = Visit(browser, site)
+    yield visit
+    visit.close()

@@ -1,0 +1,69 @@
+"""A visit to the Explorer in a real browser, for the tests that look at it."""
+
+import re
+import shutil
+from pathlib import Path
+from urllib.parse import parse_qsl, urlencode
+
+ARTEFACTS = Path(__file__).resolve().parents[2] / "artefacts"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync"]  # fmt: skip
+EVIL = "<script>alert(1)</script>"
+TEXT = "The robot must obey </script><b>human beings</b> because it"
+VIEWS = ("next", "write", "surprise", "attention", "layers", "masks", "tokens", "runs")
+READY = {
+    "next": ".candidates .row",
+    "write": ".controls .primary",
+    "surprise": ".mark",
+    "attention": ".matrix canvas",
+    "layers": ".grid td",
+    "masks": ".words button, .empty",
+    "tokens": ".piece",
+    "runs": "#view svg path",
+}
+
+
+class Visit:
+    """A page that fails the test when anything goes wrong in it, or when it talks to anybody else."""
+
+    def __init__(self, browser, site, **options) -> None:
+        self.site = site
+        self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, "locale": "en-US"} | options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(15_000)
+        self.wrong: list[str] = []
+        self.allow = ""
+        self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)
+        self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.wrong.append("a dialog opened"), dialog.dismiss()))
+        self.page.on("request", self.check)
+
+    def check(self, request) -> None:
+        if not request.url.startswith((self.site.url, "data:", "blob:")):
+            self.wrong.append(f"asked {request.url}")
+
+    def open(
+        self, view: str = "next", *, model: str = "gpt", text: str = TEXT, ready: str | None = None, **state: object
+    ) -> "Visit":
+        self.page.goto(f"{self.site.url}/#{urlencode({'view': view, 'model': model, 'text': text, **state})}")
+        self.page.wait_for_selector(READY[view] if ready is None else ready)
+        self.page.wait_for_function("() => !document.querySelector('.waiting')")
+        return self
+
+    def state(self) -> dict[str, str]:
+        return dict(parse_qsl(self.page.evaluate("location.hash").lstrip("#")))
+
+    def settle(self) -> None:
+        self.page.wait_for_timeout(80)
+        self.page.wait_for_function("() => !document.querySelector('.waiting')")
+
+    def close(self) -> None:
+        self.context.close()
+        bad = [line for line in self.wrong if not (self.allow and re.search(self.allow, line))]
+        assert not bad, bad
+
+
+def rows(visit: Visit) -> list[str]:
+    """The tokens that are offered next."""
+    return [text.strip() for text in visit.page.locator(".candidates .row .token").all_inner_texts()]
