@@ -19,6 +19,7 @@ from rich.console import Console
 
 from plume.config import CleanConfig, DataConfig, TokenizerConfig, UserError
 from plume.data import open_shards, prepare, show_report
+from plume.data.finish import Work
 from plume.data.maker import ShardMaker
 from plume.text import load_tokenizer, train_tokenizer
 
@@ -459,3 +460,24 @@ def test_ray_gives_the_same_shards(tmp_path, whole):
     finally:
         ray.shutdown()
     assert contents(tmp_path / "out") == contents(whole.folder)
+
+
+def test_a_part_before_one_that_is_left_out_ends_its_document():
+    """Long documents come in parts; when one of them is a copy of another, what stands before it is closed."""
+    columns = {
+        "goes_on": [0, 1, 1, 0, 1],
+        "tokens": [1, 2, 3, 4, 5],
+        "hashes": [7, 7, 7, 8, 8],
+        "starts": [0, 1, 2, 3, 4],
+    }
+    kinds = {"goes_on": "|b1", "tokens": "<u2", "hashes": "<u8", "starts": "<i8"}
+
+    class Made(Work):
+        def column(self, piece, kind, dtype):
+            return np.array(columns[kind], kinds[kind])
+
+    kept = np.array([True, False, True, True, True])
+    entries = [entry for _, entry in Made(Path(), [None], [kept], "<u2", pairs=False).entries()]
+    assert [(int(e.sides[0][0]), e.begins, e.ends) for e in entries] == [
+        (1, True, True), (3, True, True), (4, True, False), (5, False, True)
+    ]  # fmt: skip

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import harness_task, story, write_rows
 from sklearn.metrics import matthews_corrcoef
+from stories import harness_task, story, write_rows
 
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import harness_task
+from stories import harness_task
 
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate
@@ -365,3 +365,20 @@ def test_a_task_of_the_harness_is_asked_for_and_told(trained_folder, monkeypatch
     monkeypatch.setattr(lm_eval, "simple_evaluate", fail)
     with pytest.raises(UserError, match=r"harness:made cannot be run: 'no such task"):
         evaluate(config)
+
+
+def test_figures_of_the_harness_keep_their_names():
+    """A task's own number of examples, and each way of reading an answer by itself."""
+    from types import SimpleNamespace
+
+    from plume.evaluate.harness import as_result
+
+    values = {"exact_match,strict": 0.5, "exact_match_stderr,strict": 0.1, "exact_match,loose": 0.7, "acc,none": 1.0}
+    subject = SimpleNamespace(name="m", hash="h", parameters=1)
+    model = SimpleNamespace(subject=subject, tokens=3, store=SimpleNamespace(fresh=1, reused=2))
+    config = EvaluateConfig(model="m", tasks=("harness:t",))
+    result = as_result("t", values, {"n-shot": {"t": 5}, "samples": {}}, model, config, 0.1)
+    assert {name: m.value for name, m in result.metrics.items()} == {
+        "exact_match/strict": 0.5, "exact_match/loose": 0.7, "acc": 1.0
+    }  # fmt: skip
+    assert result.metrics["exact_match/strict"].stderr == 0.1 and result.shots == 5

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import story, write_rows
+from stories import story, write_rows
 
 import plume.evaluate
 from plume.cli import main

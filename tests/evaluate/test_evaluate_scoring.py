@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import small, story
+from stories import small, story
 
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate, reading

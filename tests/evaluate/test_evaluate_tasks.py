@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import story, write_rows
+from stories import story, write_rows
 
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate, made
@@ -72,6 +72,19 @@ def test_items_beyond_the_context(trained_folder, tmp_path):
     endless = GOOD | {"choices": ["milk", story(1, 9), "hay"]}
     file = write_rows(tmp_path / "endless.jsonl", [GOOD, endless])
     assert run(trained_folder, str(file))["endless"].first.skipped == 1
+
+
+def test_questions_beyond_the_context(trained_folder, tmp_path):
+    """The same rule where the model writes, also for answers that an earlier run has kept."""
+    rows = [{"question": "who is it", "answer": ["Ann"]}, {"question": story(1, 9), "answer": ["Bob"]}]
+    name = f"nq={write_rows(tmp_path / 'nq.jsonl', rows)}"
+    base = {"out": tmp_path / "out", "plots": False}
+    cut = run(trained_folder, name, **base)["nq"].first
+    assert (cut.items, cut.cut, cut.skipped) == (2, 1, 0)
+    skipped = run(trained_folder, name, too_long="skip", **base)["nq"].first
+    assert (skipped.items, skipped.cut, skipped.skipped) == (1, 0, 1)
+    with pytest.raises(UserError, match=r"nq.jsonl line 2: this does not fit the context; too_long=truncate or skip"):
+        run(trained_folder, name, too_long="refuse", **base)
 
 
 def test_a_masked_model_is_refused_where_text_is_written(masked_folder, trained_folder, shared, made):

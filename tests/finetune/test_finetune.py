@@ -261,6 +261,28 @@ def test_embeddings(place):
     assert lm.similarity(["a fine film"], ["a fine film"])[0] == pytest.approx(1.0, abs=1e-5)
 
 
+def test_embeddings_of_pairs_with_numbers(place):
+    """Numbers from 0 to 5 are cosines from 0 to 1 everywhere, and a test file may come without them."""
+    rows = [f"{a} {n},{a} so,{n % 6}" for n, a in enumerate((*GOOD, *BAD) * 2)]
+    train, test = place / "scored.csv", place / "unscored.csv"
+    train.write_text("\n".join(["text,pair,score", *rows]) + "\n")
+    test.write_text("text,pair\na fine film,a dull film\n")
+    task = {"train": str(train), "test": str(test), "kind": "embed", "columns": {"label": "score"}}
+    result = finetune(config_for(place, "bert", "scored", task, epochs=1.0))
+    assert (result.folder / "test_predictions.jsonl").read_text().count("\n") == 1
+    assert result.test is None and result.best.metrics["mse"] < 4  # 25 when raw numbers meet cosines
+
+
+def test_a_context_of_nothing_has_no_answer():
+    from plume.data.transform import Row, Window
+    from plume.train.span_job import IMPOSSIBLE, best_span
+
+    none = np.zeros(0, np.int64)
+    window = Window(Row(none, none), 3, none, none, np.zeros(0, bool))
+    found = best_span(np.zeros((4, 2), np.float32), window, "\u200b", 30)
+    assert (found.text, found.score) == ("", IMPOSSIBLE)
+
+
 @pytest.mark.parametrize(
     "adapt",
     [

@@ -1,24 +1,19 @@
 """Tiny models with real tokenizers, and a real server on loopback."""
 
-import io
 import json
-import threading
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
-import uvicorn
+from running import Running, run_server
 from visit import CHROMIUM, EVIL, FLAGS, Visit
 
 from plume.config import PRESETS, EngineConfig, ServeConfig, TokenizerConfig
 from plume.heads import Model
-from plume.serve import create_app
-from plume.serve.run import uvicorn_settings
 from plume.text import train_tokenizer
 from plume.train.runs import write_recipe
 from plume.weights import save_model
@@ -79,33 +74,6 @@ def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "samples.txt").write_text("--- step 10\nOnce upon <b>a</b>\n--- step 20\nOnce upon a time\n")
     return place
-
-
-@dataclass
-class Running:
-    url: str
-    log: io.StringIO
-    app: object
-
-
-def run_server(config: ServeConfig) -> Iterator[Running]:
-    log = io.StringIO()
-    app = create_app(config, log=log)
-    settings = uvicorn_settings(app, config)
-    settings.port = 0
-    server = uvicorn.Server(settings)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    until = time.monotonic() + 60
-    while not server.started:
-        assert thread.is_alive() and time.monotonic() < until, "the server did not start"
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield Running(f"http://127.0.0.1:{port}", log, app)
-    app.state.ready = False
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from conftest import run_server
+from running import run_server
 
 from plume.cli import settings
 from plume.config import ServeConfig, UserError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import run_server
+from running import run_server
 from visit import ARTEFACTS, EVIL, READY, TEXT, VIEWS, Visit, rows
 
 from plume.serve import new_key

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from conftest import run_server
+from running import run_server
 
 from plume.generate.lm import load
 from plume.serve import models as serving
@@ -55,7 +55,13 @@ def test_a_checkpoint_answers_with_its_own_weights(run, models, serve_config, mo
             with torch.no_grad():
                 p = model(torch.tensor([answer["tokens"]]))[0, -1].softmax(-1).topk(5)
             np.testing.assert_allclose(answer["candidates"]["probabilities"], p.values.numpy(), rtol=1e-4)
-        assert len(site.app.state.models._lazy) == 2
+        lazy = site.app.state.models._lazy
+        assert len(lazy) == 2
+        lazy["demo@10"]._thinking += 1  # somebody waits for an answer
+        for step in (20, 30):
+            client.post("/v1/next-tokens", json={"model": f"demo@{step}", "text": "The robot", "k": 5})
+        assert set(lazy) == {"demo@10", "demo@30"}
+        lazy["demo@10"]._thinking -= 1
         assert client.post("/v1/next-tokens", json={"model": "demo@11", "text": "a"}).status_code == 404
     with pytest.raises(StopIteration):
         next(running)
