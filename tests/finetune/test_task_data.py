@@ -214,6 +214,14 @@ def test_answers_of_a_span_in_every_form(tmp_path):
         load_task(TaskConfig(kind="span", train=str(path)))
 
 
+def test_half_of_a_character_is_refused_with_its_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"text": "fine \ud83d" if n == 2 else f"text {n}", "label": str(n % 2)} for n in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=r"line 3: the text in 'text' has half of a character"):
+        load_task(TaskConfig(train=str(path)))
+
+
 def test_packed_files_are_read_as_plain_ones(tmp_path):
     import gzip
 
