@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 EXTRAS := dev,eval,gpt1,cluster,track
 
-.PHONY: demo tour test test-slow coverage lint types bench clean
+.PHONY: demo tour test test-slow coverage lint types site bench clean
 
 demo: $(VENV)/.plume
-	$(BIN)/plume demo
+	$(BIN)/plume demo --overwrite
 
 # one story from a text to served models; its folder is runs/tour
 tour: $(VENV)/.all
@@ -39,6 +39,10 @@ lint: $(VENV)/.all
 
 types: $(VENV)/.all
 	$(BIN)/mypy
+
+# the documentation, into build/site
+site: $(VENV)/.all
+	$(BIN)/mkdocs build --quiet
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks

@@ -137,9 +137,9 @@ def write_texts(tour: Tour) -> None:
 def prepare(tour: Tour) -> None:
     size = tour.sizes.vocabulary
     tour.tell("Tokens: one tokenizer made on the way, one made beforehand")
-    tour.run(f"plume prepare manual.txt --folder data/gpt --validation-share 0.1 --tokenizer.vocab-size {size}")
+    tour.run(f"plume prepare manual.txt --folder data/gpt --validation-fraction 0.1 --tokenizer.vocab-size {size}")
     tour.run(f"plume tokenizer train manual.txt --kind wordpiece --vocab-size {size} --out words")
-    tour.run("plume prepare manual.txt --folder data/bert --validation-share 0.1 --tokenizer.folder words")
+    tour.run("plume prepare manual.txt --folder data/bert --validation-fraction 0.1 --tokenizer.folder words")
     tour.run('plume tokenizer inspect data/gpt "The class statement"')
 
 

@@ -1,4 +1,16 @@
-"""From raw text to a pretrained, fine-tuned, measured, served and explorable language model."""
+"""From raw text to a pretrained, fine-tuned, evaluated, served and explorable language model.
+
+    lm = plume.load("runs/demo")                                         generate, score, embed, classify, explain
+    plume.prepare(paths=["book.txt"], folder="data/book")                texts to token shards
+    plume.pretrain(folder="runs/a", model="gpt2-laptop", steps=500)      shards to a model
+    plume.finetune(model="runs/a", train="rows.csv", folder="runs/b")    a model and labelled rows to a classifier
+    plume.distill(teacher="runs/a", folder="runs/c", steps=500)          a smaller student
+    plume.evaluate(model="runs/a", tasks=["lambada"])                    scores on tasks
+    plume.sweep(...), plume.plan(model="gpt2")                           several sizes; costs before a run
+
+Each takes one config (plume.PretrainConfig, ...) or its fields by keyword; a field that only one section has needs no
+section name. Names are imported when they are first used.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +22,85 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from plume.data.prepare import prepare as prepare
-    from plume.generate.lm import load as load
-    from plume.generate.translating import finetune as finetune
-    from plume.train.distill import distill as distill
-    from plume.train.pretrain import pretrain as pretrain
+    from plume.config import (
+        AdaptConfig,
+        CleanConfig,
+        DataConfig,
+        DistillConfig,
+        EngineConfig,
+        EvaluateConfig,
+        FinetuneConfig,
+        MaskingConfig,
+        ModelConfig,
+        ObjectiveConfig,
+        PlanConfig,
+        PretrainConfig,
+        SamplingConfig,
+        SweepConfig,
+        TaskConfig,
+        TokenizerConfig,
+        TrainConfig,
+        UserError,
+    )
+    from plume.data.prepare import Prepared, prepare
+    from plume.evaluate import evaluate, sweep
+    from plume.evaluate.report import EvaluationReport
+    from plume.inference.sequences import Generation
+    from plume.lm import LM, load
+    from plume.plan import Plan, plan
+    from plume.train.distill import DistillResult, distill
+    from plume.train.finetune import FinetuneResult, finetune
+    from plume.train.pretrain import RunResult, pretrain
 
 __version__ = "0.1.0"
-_HOMES = {
-    "distill": "plume.train.distill",
-    "finetune": "plume.generate.translating",
-    "load": "plume.generate.lm",
-    "prepare": "plume.data.prepare",
-    "pretrain": "plume.train.pretrain",
+_HOMES = {  # configs are in plume.config
+    "plume.data.prepare": ("Prepared", "prepare"),
+    "plume.evaluate": ("evaluate", "sweep"),
+    "plume.evaluate.report": ("EvaluationReport",),
+    "plume.inference.sequences": ("Generation",),
+    "plume.lm": ("LM", "load"),
+    "plume.plan": ("Plan", "plan"),
+    "plume.train.distill": ("DistillResult", "distill"),
+    "plume.train.finetune": ("FinetuneResult", "finetune"),
+    "plume.train.pretrain": ("RunResult", "pretrain"),
 }
-__all__ = ["distill", "finetune", "load", "prepare", "pretrain"]
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = [
+    "LM",
+    "AdaptConfig",
+    "CleanConfig",
+    "DataConfig",
+    "DistillConfig",
+    "DistillResult",
+    "EngineConfig",
+    "EvaluateConfig",
+    "EvaluationReport",
+    "FinetuneConfig",
+    "FinetuneResult",
+    "Generation",
+    "MaskingConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "Plan",
+    "PlanConfig",
+    "Prepared",
+    "PretrainConfig",
+    "RunResult",
+    "SamplingConfig",
+    "SweepConfig",
+    "TaskConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "UserError",
+    "distill",
+    "evaluate",
+    "finetune",
+    "load",
+    "plan",
+    "prepare",
+    "pretrain",
+    "sweep",
+]
 
 
 def _find_places_to_write() -> None:
@@ -58,9 +134,21 @@ def _writable(path: Path) -> bool:
 _find_places_to_write()
 
 
+def _cell_page(folder: Path) -> Any:
+    """What LM.explore returns: the server lies in a layer below that of LM."""
+    from plume.serve import CellPage
+
+    return CellPage(folder)
+
+
 def __getattr__(name: str) -> Any:
-    if name == "evaluate":  # a package that can be called
-        return import_module("plume.evaluate")
-    if name not in _HOMES:
-        raise AttributeError(f"plume has no {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    if name not in __all__:
+        from plume.config import did_you_mean
+
+        raise AttributeError(f"plume has no {name!r}{did_you_mean(name, __all__)}")
+    home = import_module(_HOME_OF.get(name, "plume.config"))
+    return home if home.__name__ == f"plume.{name}" else getattr(home, name)  # a module that can be called
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -9,16 +9,16 @@ import transformers
 from torch import nn
 
 from plume.config import PRESETS, ModelConfig
-from plume.families import family_of
-from plume.heads import Model
-from plume.weights import save_model
+from plume.hf import save_model
+from plume.hf.families import family_of
+from plume.model.heads import Model
 
 SMALL = {"vocab_size": 61, "context": 32, "layers": 3, "heads": 4, "width": 16, "dropout": 0.0}
 FAMILIES: dict[str, ModelConfig] = {
     "gpt2": replace(PRESETS["gpt2"], **SMALL),
-    "gpt2-narrow-mlp": replace(PRESETS["gpt2"], **SMALL, hidden=24),
+    "gpt2-narrow-mlp": replace(PRESETS["gpt2"], **SMALL, mlp_width=24),
     "openai-gpt": replace(PRESETS["openai-gpt"], **SMALL),
-    "transformer-decoder": replace(PRESETS["transformer-decoder"], **SMALL),
+    "transformer-decoder": replace(PRESETS["transformer-decoder"], **SMALL, embed_scale=False),
     "bert": replace(PRESETS["bert-tiny"], **SMALL),
     "roberta": replace(PRESETS["roberta-base"], **SMALL),
     "distilbert": replace(PRESETS["distilbert"], **SMALL),

@@ -1,4 +1,4 @@
-"""The house in figures, one for each point that can be counted: `python tests/house.py` prints them."""
+"""What can be counted about the package: `python tests/house.py` prints the figures, with places."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "plume").rglob("*.py"))}
 TREES = {path: ast.parse(text) for path, text in FILES.items()}
-COMPILED = {"arithmetic.py", "attention.py", "forward.py", "lanes.py", "tiles.py", "memory.py"}  # calls cost there
+COMPILED = {
+    "arithmetic.py",
+    "forward.py",
+    "lanes.py",
+    "sampling.py",
+    "tiles.py",
+    "encode_cache.py",
+}  # calls cost there
 NAMES = {"gpt2", "openai-gpt", "bert", "roberta", "distilbert", "marian"}
 RUN = 6  # lines in a row that count as written twice
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -42,12 +49,12 @@ def typed(node: Function) -> bool:
     return node.returns is not None and all(a.annotation is not None for a in named)
 
 
-def open_doors() -> int:
-    """Public functions that take any option at all."""
+def open_keywords() -> int:
+    """Public functions that take any keyword at all."""
     return sum(
         node.args.kwarg is not None
         and (not node.name.startswith("_") or node.name == "__call__")
-        and "Unpack" not in ast.unparse(node.args.kwarg.annotation or ast.Constant(None))
+        and not re.search(r"Unpack|P\.kwargs", ast.unparse(node.args.kwarg.annotation or ast.Constant(None)))
         for _, node in functions()
     )
 
@@ -114,27 +121,66 @@ def repeated_runs() -> list[str]:
     return [" ~ ".join(where) for where in places.values() if len(where) > 1]
 
 
+def repeated_names() -> list[str]:
+    """File names and class names that the package has more than once; every package has its `__init__`."""
+    places = defaultdict[str, list[str]](list)
+    for path, tree in TREES.items():
+        if path.name != "__init__.py":
+            places[path.name].append(str(path.relative_to(ROOT)))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places[f"class {node.name}"].append(str(path.relative_to(ROOT)))
+    return [f"{name}: {' ~ '.join(where)}" for name, where in places.items() if len(where) > 1]
+
+
+def repeated_literals() -> list[str]:
+    """Sets of values that are written out as a Literal in more than one place."""
+    places = defaultdict[frozenset[str], list[str]](list)
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Subscript) and ast.unparse(node.value).split(".")[-1] == "Literal":
+                values = frozenset(str(c.value) for c in ast.walk(node.slice) if isinstance(c, ast.Constant))
+                places[values].append(f"{path.name}:{node.lineno}")
+    return [f"{sorted(values)}: {' ~ '.join(where)}" for values, where in places.items() if len(where) > 1]
+
+
+def training_in_inference() -> list[str]:
+    """Modules at or above inference that import training, by whatever means."""
+    above = ("config", "util", "text", "data", "model", "hf", "explain", "inference")
+    return [
+        str(path.relative_to(ROOT))
+        for path, text in FILES.items()
+        if path.relative_to(ROOT).parts[1] in above and re.search(r"plume\.train|from plume import train", text)
+    ]
+
+
 def figures() -> dict[str, int]:
     """What stands in the table of docs/architecture.md, by the first words of its rows."""
     every = list(functions())
     return {
+        "lines of Python": sum(len(text.splitlines()) for text in FILES.values()),
+        "Python files": len(FILES),
         "lines of the longest file": max(len(text.splitlines()) for text in FILES.values()),
         "lines of the longest function": max(lines(node) for path, node in every if path.name not in COMPILED),
         "lines of the longest compiled function": max(lines(node) for path, node in every if path.name in COMPILED),
-        "lines of attention": body_lines("model.py", "Attention"),
-        "lines of a block": body_lines("model.py", "Block"),
+        "lines of attention": body_lines("model/transformer.py", "Attention"),
+        "lines of a block": body_lines("model/transformer.py", "Block"),
         "places that advance the cache": sum(text.count("cache.advance(") for text in FILES.values()),
         "functions without all their types": sum(not typed(node) for _, node in every),
         "branches on a model's name": len(name_branches()),
-        "doors that take any option": open_doors(),
+        "functions that take any keyword": open_keywords(),
         "numbers behind `or`": number_defaults(),
-        "modules without a first sentence": silent_modules(),
+        "modules without a docstring": silent_modules(),
         "names that nothing uses": len(unused_names()),
         f"runs of {RUN} lines written twice": len(repeated_runs()),
+        "file and class names used twice": len(repeated_names()),
+        "sets of Literal values written twice": len(repeated_literals()),
+        "imports of training in inference and above": len(training_in_inference()),
     }
 
 
 if __name__ == "__main__":
     for name, figure in figures().items():
         print(f"| {name} | {figure} |")
-    print("branches:", name_branches(), "unused:", unused_names(), "twice:", repeated_runs())
+    for found in (name_branches, unused_names, repeated_runs, repeated_names, repeated_literals, training_in_inference):
+        print(found.__name__, *found(), sep="\n  ")

@@ -17,7 +17,15 @@ from benchmarks.pages import MARKS, README, TABLES, benchmarks_page, readme_tabl
 from benchmarks.results import Row  # noqa: E402
 
 ABOUT = {"date": "2026-01-02", "command": "c", "machine": "m", "software": "s", "load": 0.1}
-ELSEWHERE = {"demo", "transfer.gpt", "transfer.bert"}  # `plume demo` has tests of its own; the others need real data
+ELSEWHERE = {
+    "demo",
+    "transfer.gpt",
+    "transfer.bert",
+    "scores.trainer",
+    "scores.search",
+    "scores.pairs",
+    "serve.slots",
+}  # `plume demo` has tests of its own; the others need real data
 
 
 def stored(job, key, figure, **more):
@@ -59,6 +67,15 @@ def test_the_table_has_measured_lines_only():
     table = readme_table([stored(job, key, 0.25)], "README.md")
     assert f"| {line.peer} | {line.english} | 4.0 times as fast |" in table
     assert table.count("times as fast") == 1 and readme_table([], "README.md") == ""
+
+
+def test_the_table_counts_the_targets_that_were_missed_and_the_page_lists_them_first():
+    job, key = README[0].row.split("/")
+    rows = [stored(job, key, 2.5), stored("encode", "short", 1.5)]
+    assert "Of 2 targets 1 are missed" in readme_table(rows, "README.md")
+    assert "2 个目标中有 1 个未达到" in readme_table(rows, "README.zh.md")
+    first, *_ = benchmarks_page(rows).split("## Missed\n\n")[1].split("\n\n")
+    assert first == "- short: 1.50 x, at least 2"
 
 
 def test_the_pages_say_what_was_measured():

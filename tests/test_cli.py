@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 from families import FAMILIES, random_model
 
-from plume.cli import app, main, settings
+from plume.cli.generate_command import answer
+from plume.cli.main import COMMANDS, main
+from plume.cli.verbs import KNOWN, VERBS, settings
 from plume.config import (
     DistillConfig,
     FinetuneConfig,
@@ -22,12 +24,10 @@ from plume.config import (
     read_recipe,
     trained_like,
 )
-from plume.config.screen import shown, tell
-from plume.config.verbs import VERBS
-from plume.generate.command import answer
+from plume.hf import save_model
 from plume.train.pretrain import plain
-from plume.train.runs import write_recipe
-from plume.weights import save_model
+from plume.util.console import shown, tell
+from plume.util.run_folder import write_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,7 +60,7 @@ def test_an_empty_text(capsys, here):
 
 def test_a_text_shorter_than_the_context(capsys, here):
     (here / "short.txt").write_text("Only a few words, far too few for a window of the model.\n" * 3)
-    refused(capsys, ["demo", "--text", "short.txt", "--folder", "run", "--minutes", "0.01"], "one window needs 257")
+    refused(capsys, ["demo", "--text", "short.txt", "--folder", "run", "--minutes", "0.01"], "one window needs 129")
     assert [path.name for path in here.iterdir()] == ["short.txt"]
 
 
@@ -68,7 +68,7 @@ def test_a_truncated_model(capsys, here):
     folder = save_model(random_model(FAMILIES["gpt2"]), here / "model")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    refused(capsys, ["import", str(folder), "--out", "copy"], "model.safetensors is damaged or truncated")
+    refused(capsys, ["import", str(folder), "--out", "copy"], "model.safetensors is corrupt or truncated")
     assert not (here / "copy").exists()
 
 
@@ -81,7 +81,7 @@ def test_a_wrong_vocabulary_size(capsys, here):
 
 
 def test_an_unknown_preset(capsys):
-    refused(capsys, ["plan", "gtp2"], "there is no preset 'gtp2'; did you mean 'gpt2'?")
+    refused(capsys, ["plan", "gtp2"], "there is no preset, recipe or run folder 'gtp2'; did you mean 'gpt2'?")
 
 
 def test_a_typo_in_an_option(capsys):
@@ -91,7 +91,7 @@ def test_a_typo_in_an_option(capsys):
 
 
 def test_a_typo_in_a_verb(capsys):
-    refused(capsys, ["pretran"], 'Did you mean "pretrain"?')
+    refused(capsys, ["pretran"], "did you mean 'pretrain'?")
 
 
 def test_a_verb_typed_in_a_shell_ends_with_code_2(here):
@@ -126,30 +126,28 @@ def test_help_lists_every_option_with_its_meaning(verb, columns, capsys, monkeyp
     monkeypatch.setenv("COLUMNS", columns)
     assert main([*verb.split(), "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    about = {name: about for verbs in VERBS.values() for name, about in verbs.items()}[verb]
+    about = KNOWN[verb]
     assert "…" not in shown
     assert " ".join(f"Usage: plume {verb} {about.usage}".split()) in shown
-    for name, type_, _, comment in describe(about.options) if about.options else []:
-        if name == about.hidden:
-            continue
-        assert comment, f"{name} has no comment behind its field"
-        choices = type_.replace("|", " | ") if "|" in type_ else ""
-        meaning = ": ".join(part for part in (choices, comment) if part)
-        assert f"--{name.replace('_', '-')} {meaning}" in shown
+    for row in describe(about.kind) if about.kind else []:
+        meaning = ": ".join(part for part in (" | ".join(row.choices), row.help) if part)
+        assert f"--{row.name.replace('_', '-')} {meaning}" in shown
+    for flag, meaning in about.flags.items():
+        assert f"--{flag} {meaning}" in shown
 
 
 def test_the_first_screen_follows_the_work(capsys):
     assert main([]) == 0
     shown = capsys.readouterr().out
-    places = [shown.find(f"│ {verb} ") for verbs in VERBS.values() for verb in verbs if " " not in verb]
+    places = [shown.find(f"\n  {verb} ") for verbs in VERBS.values() for verb in verbs if " " not in verb]
     assert -1 not in places and places == sorted(places)
-    assert "Begin with plume demo" in shown
-    assert set(app) - {"--help", "-h", "--version"} == {v for vs in VERBS.values() for v in vs if " " not in v}
+    assert "Begin with `plume demo`" in shown
+    assert set(COMMANDS) == {name for name, verb in KNOWN.items() if verb.kind is not None}
 
 
 @pytest.mark.parametrize("verb", ["finetune", "prepare", "generate", "serve", "evaluate", "tokenizer train"])
 def test_a_verb_alone_says_what_it_wants(verb, capsys):
-    refused(capsys, verb.split(), f"Usage: plume {verb} ", f"plume {verb} --help tells more")
+    refused(capsys, verb.split(), f"Usage: plume {verb} ", f"plume {verb} --help lists its options")
 
 
 # ---- a folder says all
@@ -227,7 +225,7 @@ def test_a_verb_that_is_interrupted_says_so(capsys, monkeypatch):
 
     monkeypatch.setattr("plume.train.pretrain.pretrain", interrupted)
     assert main(["pretrain", "gpt2-laptop"]) == 130
-    assert capsys.readouterr().err == "plume: stopped\n"
+    assert capsys.readouterr().err == "plume: interrupted\n"
 
 
 @pytest.mark.parametrize(("finished", "code"), [(True, 0), (False, 130)])
@@ -238,7 +236,7 @@ def test_a_training_that_was_stopped_is_not_taken_as_done(verb, finished, code, 
     for place in ("plume.train.pretrain.pretrain", "plume.train.distill.distill", "plume.demo.demo"):
         monkeypatch.setattr(place, lambda config: result)
     assert main(verb.split()) == code
-    assert capsys.readouterr().err == ("" if finished else "plume: stopped\n")
+    assert capsys.readouterr().err == ("" if finished else "plume: interrupted\n")
 
 
 # ---- a place that cannot be written to
@@ -288,7 +286,7 @@ def test_compiled_code_finds_a_place_where_neither_package_nor_home_can_be_writt
         folder.chmod(0o555)
     temporary = here / "temporary"
     temporary.mkdir()
-    code = "import plume; from plume.text import merging; from plume.files import new_figure; new_figure(2, 2)"
+    code = "import plume; from plume.text import merging; from plume.util.files import new_figure; new_figure(2, 2)"
     code += "; print(plume.__file__)"
     told = {**os.environ, "HOME": str(locked), "TMPDIR": str(temporary), "PYTHONPATH": str(package.parent)}
     told = {name: value for name, value in told.items() if not name.startswith(("XDG", "NUMBA", "MPL"))}

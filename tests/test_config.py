@@ -7,21 +7,27 @@ import pytest
 
 from plume.config import (
     PRESETS,
+    DataConfig,
+    FinetuneConfig,
     ModelConfig,
     PlanConfig,
+    PretrainConfig,
+    TrainConfig,
     UserError,
     build,
     describe,
-    parse_overrides,
+    parse_options,
     preset,
     read_recipe,
     with_overrides,
 )
+from plume.config.fields import option
+from plume.train.pretrain import pretrain
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
-    lr: float = 1e-3  # how far a step goes
+    lr: float = option(1e-3, "peak learning rate")
     names: tuple[str, ...] = ()
     folder: Path | None = None
 
@@ -31,13 +37,14 @@ class Outer:
     model: ModelConfig
     train: Inner = Inner()
     steps: int = 10
+    resume: bool = False
 
 
 def test_a_recipe_with_overrides(tmp_path):
     recipe = tmp_path / "a.toml"
     recipe.write_text('steps = 5\n[model]\npreset = "gpt2"\nlayers = 4\n[train]\nlr = 1e-4\n')
     words = ["--train.lr", "3e-4", "--model.width=96", "--train.names", '["a", "b"]', "--train.folder", "some/where"]
-    config = build(Outer, with_overrides(read_recipe(recipe), parse_overrides(words)))
+    config = build(Outer, with_overrides(read_recipe(recipe), parse_options(Outer, words)[1]))
     assert (config.steps, config.train.lr, config.train.names) == (5, 3e-4, ("a", "b"))
     assert config.train.folder == Path("some/where")
     assert (config.model.layers, config.model.width, config.model.vocab_size) == (4, 96, 50_257)
@@ -70,7 +77,7 @@ def test_an_unknown_preset_names_the_nearest():
         ({"heads": 7}, "heads=7 does not divide width=768; heads=6 would"),
         ({"layers": 0}, "layers=0 must be at least 1"),
         ({"dropout": 1.0}, r"dropout=1\.0 must be at least 0 and below 1, for example 0\.1"),
-        ({"hidden": 0}, "hidden=0 must be at least 1, or unset for 3072"),
+        ({"mlp_width": 0}, "mlp_width=0 must be at least 1, or unset for 3072"),
     ],
 )
 def test_impossible_models_are_refused_with_a_value_that_works(change, message):
@@ -85,13 +92,22 @@ def test_a_missing_or_broken_recipe(tmp_path):
     broken.write_text("[model\n")
     with pytest.raises(UserError, match=r"broken\.toml is not TOML"):
         read_recipe(broken)
+    broken.write_text("steps = " + "[" * 5000)
+    with pytest.raises(UserError, match=r"broken\.toml is not TOML"):
+        read_recipe(broken)
+    with pytest.raises(UserError, match="lr"):
+        build(TrainConfig, with_overrides({"steps": 1, "batch": 1}, {"lr": "[" * 5000}))
 
 
-def test_words_that_are_no_options_are_refused():
-    with pytest.raises(UserError, match="'lr' stands alone"):
-        parse_overrides(["lr", "3"])
-    words = ["--a.b", "-3", "--flag", "--c=d=e", "--many", "x", "y"]
-    assert parse_overrides(words) == {"a.b": "-3", "flag": "true", "c": "d=e", "many": ["x", "y"]}
+def test_a_field_takes_one_word_and_a_list_takes_several():
+    words = ["first", "--train.lr", "-3", "second", "--resume", "third", "--train.folder=d=e", "--names", "x", "y"]
+    positional, found = parse_options(Outer, words)
+    assert positional == ["first", "second", "third"]
+    assert found == {"train.lr": "-3", "resume": "true", "train.folder": "d=e", "train.names": ["x", "y"]}
+    with pytest.raises(UserError, match="--steps needs a value"):
+        parse_options(Outer, ["--steps"])
+    with pytest.raises(UserError, match=r"--train\.lr was given 2 times"):
+        parse_options(Outer, ["--lr", "1", "--train.lr", "2"])
 
 
 def test_one_word_for_a_list_is_a_list_of_one():
@@ -109,6 +125,11 @@ def test_words_stay_words_where_a_text_is_wanted():
     assert found.labels == ("0", "1") and str(found.train) == "2024-01-01"
 
 
+def test_a_table_written_with_an_equals_sign_is_refused_with_the_form_that_works():
+    with pytest.raises(UserError, match=r"task\.columns has a value for each name: --task\.columns\.label sentence$"):
+        build(FinetuneConfig, {"model": "m", "folder": "f", "task": {"train": "a", "columns": "label=sentence"}})
+
+
 def test_none_takes_a_default_away():
     """Neither TOML nor the command line has a word of its own for it."""
     from plume.config import SamplingConfig
@@ -120,12 +141,22 @@ def test_none_takes_a_default_away():
         build(SamplingConfig, {"temperature": "none"})
 
 
-def test_help_shows_the_comments_behind_the_fields():
-    rows = {name: (default, comment) for name, _, default, comment in describe(Outer)}
-    assert rows["train.lr"] == ("0.001", "how far a step goes")
-    assert rows["model.context"][1] == "longest sequence the position table covers"
+def test_help_shows_the_metadata_of_the_fields():
+    rows = {row.name: row for row in describe(Outer)}
+    assert (rows["train.lr"].default, rows["train.lr"].help) == ("0.001", "peak learning rate")
+    assert rows["model.norm"].choices == ("pre", "post")
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_built_by_name(name):
     assert build(PlanConfig, {"model": {"preset": name}}).model == PRESETS[name]
+
+
+def test_a_word_that_a_field_does_not_take_is_refused_in_a_config_too(tmp_path):
+    """Python itself does not check Literals."""
+    train = TrainConfig(steps=1, precision="fp32")
+    data = DataConfig(paths=("a.txt",), folder=tmp_path / "data")
+    config = PretrainConfig(folder=tmp_path / "run", data=data, model=PRESETS["gpt2-char"], train=train)
+    with pytest.raises(UserError, match=r"train.precision='fp32' is none of auto, float32, bfloat16"):
+        pretrain(config)
+    assert not (tmp_path / "run").exists()

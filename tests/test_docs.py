@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if not page.name.endswith(".zh.md")),  # twins, see below
+]
+TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
+ENGLISH_ONLY = {"experiments.md", "benchmarks.md", "results.md", "glossary.md"}  # records; the glossary has both
+SHORTER_IN_CHINESE = {"architecture.md"}
+ONE_SESSION = {"api.md"}  # blocks that follow each other: tests/test_python_api.py runs them
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TUTORIAL_BLOCK = re.compile(r"^```(bash|python|text)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SERVERS = ("plume serve", "plume explore")  # these run until they are told to stop
 SHORTER = {  # what a person would wait for, a test does not
     "plume demo": {"--minutes": "0.05"},
@@ -68,10 +78,14 @@ def run(block: str, language: str, folder: Path) -> None:
         for start, options in SHORTER.items():
             if command.startswith(start):
                 command += "".join(f" {name} {value}" for name, value in options.items() if name not in command)
-        if command.startswith(SERVERS):
+        if is_server(command):
             serve(command, folder)
         else:
             run_in_shell(command, folder)
+
+
+def is_server(command: str) -> bool:
+    return command.startswith(SERVERS) and "--save" not in command  # which writes a file and ends
 
 
 def serve(command: str, folder: Path) -> None:
@@ -96,10 +110,70 @@ def serve(command: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name not in ONE_SESSION and p not in TUTORIALS], ids=lambda page: page.name
+)
 def test_every_command_of_a_page_works(page, folder):
     for language, block in BLOCK.findall(page.read_text(encoding="utf-8")):
         run(block, language, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
+def test_a_tutorial_prints_what_it_says(page, folder):
+    """Block by block in one folder; a block of text has the output of the block before, `...` for what varies;
+    where lines end depends on the terminal."""
+    output = ""
+    for language, block in TUTORIAL_BLOCK.findall(page.read_text(encoding="utf-8").replace("8000", str(free_port()))):
+        if language == "text":
+            wanted = ".*?".join(re.escape(" ".join(part.split())) for part in block.split("..."))
+            assert re.search(wanted, " ".join(output.split())), f"{block}\nis not in\n{output}"
+            continue
+        command = [sys.executable, "-c", block] if language == "python" else ["bash", "-ec", without_demo(block)]
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, cwd=folder, env=environment(), **both, text=True, timeout=400)
+        output = done.stdout
+        assert done.returncode == 0, f"{block}\n{output}"
+
+
+def without_demo(block: str) -> str:
+    return re.sub(r"^plume demo$", "", block, flags=re.MULTILINE)  # that one has been run
+
+
+def free_port() -> int:
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        return int(it.getsockname()[1])
+
+
+def commands(page: str) -> list[list[str]]:
+    """The commands of each row of the tables of a page."""
+    rows = re.findall(r"^\|.*\|$", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE)
+    return [
+        re.findall(r"`(plume [^`]+)`", row) for row in rows if not re.match(r"\|---|\| (lesson|often|要点|常见)", row)
+    ]
+
+
+def test_every_row_of_the_papers_has_a_command_and_both_languages_the_same():
+    assert commands("papers.md") == commands("papers.zh.md")
+    assert len(commands("papers.md")) == 42 and all(commands("papers.md"))
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_papers_work(folder, monkeypatch, capsys):
+    """In this process, since most of them take less than starting one; experiments only say what they would run."""
+    from plume.cli.main import main
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("plume.plan.measure_block", lambda model, seconds=0.5: 1e10)
+    for command in dict.fromkeys(command for row in commands("papers.md") for command in row):
+        if is_server(command):
+            serve(command, folder)
+        else:
+            dry = ["--dry-run"] if command.startswith("plume reproduce") else []
+            assert main([*shlex.split(command)[1:], *dry]) == 0, command
+            assert capsys.readouterr().out.strip(), command
 
 
 def test_both_readmes_give_the_same_commands():
@@ -114,15 +188,38 @@ def test_both_readmes_give_the_same_commands():
     assert english == chinese
 
 
+def anatomy(page: Path) -> tuple[list[tuple[str, str]], set[str], list[str], int]:
+    """What two languages have in common: blocks without their comments, words in code, levels of headings, rows."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    rest = blocks.sub("", text)
+    return (
+        [(language, re.sub(r" +#.*", "", block)) for language, block in blocks.findall(text)],
+        set(re.findall(r"`([^`\n]+)`", rest)),
+        re.findall(r"^(#+) ", rest, re.MULTILINE),
+        len(re.findall(r"^\|", rest, re.MULTILINE)),
+    )
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES[1:] if p.name not in ENGLISH_ONLY], ids=lambda page: page.name)
+def test_every_page_has_a_chinese_twin(page):
+    """With the same commands, options, headings and rows, so that neither changes alone."""
+    english, chinese = anatomy(page), anatomy(page.with_name(f"{page.stem}.zh.md"))
+    assert english[0] == chinese[0]
+    if page.name not in SHORTER_IN_CHINESE:
+        assert english[1] == chinese[1]
+        assert english[2:] == chinese[2:]
+
+
 def test_pages_name_no_file_that_is_not_there():
-    for page in [*PAGES, ROOT / "README.zh.md"]:
+    for page in [*PAGES, ROOT / "README.zh.md", *(ROOT / "docs").rglob("*.zh.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 
 def test_the_pages_name_all_tasks_and_presets():
     from plume.config import PRESETS
-    from plume.evaluate.tasks import TASKS
+    from plume.evaluate.eval_tasks import TASKS
 
     said = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "evaluate.md").read_text(encoding="utf-8"))
     digits = {name for name in TASKS if re.fullmatch(r"arithmetic-[345]d-(plus|minus)", name)}  # "the same with"

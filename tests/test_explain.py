@@ -1,16 +1,24 @@
 """Explanations agree with the model: attentions, answers and sums against transformers and plain definitions."""
 
+import base64
+import io
 import json
 import math
+import re
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 from families import FAMILIES, TRANSFORMER, random_model, random_pair
+from PIL import Image
 
-from plume.config import UserError
-from plume.explain import as_json, candidates, explain, packed
+from plume.config import PRESETS, EngineConfig, TokenizerConfig, UserError
+from plume.explain import Edit, as_json, candidates, explain, head_kinds, packed
+from plume.lm import LM
+from plume.model.heads import Model
+from plume.text import train_tokenizer
 
 CAUSAL = ["gpt2", "gpt2-narrow-mlp", "openai-gpt", "transformer-decoder"]
 BOTH_SIDES = ["bert", "roberta", "distilbert"]
@@ -69,24 +77,18 @@ def test_contributions_add_up_to_the_logit_of_the_answer(family, tmp_path):
     assert np.abs(parts.attention).max() > 0.01 and np.abs(parts.mlp).max() > 0.01
 
 
-def test_contributions_of_a_masked_model_have_the_shapes_of_its_layers():
-    parts = explain(random_model(FAMILIES["bert"], "masked-token"), TOKENS).contributions()
-    assert parts.attention.shape == parts.mlp.shape == (3, len(TOKENS))
-    assert np.isfinite(parts.attention).all()
-
-
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_steps_lead_from_the_query_to_the_sum(family):
     model = random_model(FAMILIES[family], head_of(family))
     seen = explain(model, TOKENS)
     steps = seen.steps(layer=1, head=2, query=6)
-    assert len(steps.seen) == (7 if family == "gpt2" else len(TOKENS))
+    assert len(steps.keys) == (7 if family == "gpt2" else len(TOKENS))
     by_hand = [sum(float(a) * float(b) for a, b in zip(steps.q, key, strict=True)) for key in steps.k]
     np.testing.assert_allclose(steps.scores, by_hand, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(steps.scaled, np.array(by_hand) / 2, rtol=1e-4, atol=1e-5)  # sqrt of a head width of 4
     powers = [math.exp(s) for s in steps.scaled]
     np.testing.assert_allclose(steps.weights, np.array(powers) / sum(powers), rtol=1e-4)
-    np.testing.assert_allclose(steps.weights, seen.attention(1, 2)[6][list(steps.seen)], atol=1e-6)
+    np.testing.assert_allclose(steps.weights, seen.attention(1, 2)[6][list(steps.keys)], atol=1e-6)
     np.testing.assert_allclose(steps.output, (steps.weights[:, None] * steps.v).sum(0), atol=1e-5)
 
 
@@ -98,7 +100,7 @@ def test_the_heads_outputs_are_what_the_layer_writes():
     out = model.body.blocks[2].attn.inner.out
     with torch.no_grad():
         written = out(torch.from_numpy(side_by_side)).numpy()
-    np.testing.assert_allclose(seen._heard["attention2"][8].numpy(), written, atol=1e-5)
+    np.testing.assert_allclose(seen.activation("attention.update", layer=2)[8], written, atol=1e-5)
 
 
 def test_a_banded_layer_looks_no_further_than_its_band():
@@ -107,23 +109,45 @@ def test_a_banded_layer_looks_no_further_than_its_band():
     far = places[:, None] - places >= 4
     assert (seen.attention(1)[:, far] == 0).all()
     assert (seen.attention(0)[:, np.tril(far)] > 0).all()
-    assert seen.steps(1, 0, 9).seen == (6, 7, 8, 9)
+    assert seen.steps(1, 0, 9).keys == (6, 7, 8, 9)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_head_properties_follow_their_definitions(family):
+def test_head_scores_follow_their_definitions(family):
     seen = explain(random_model(FAMILIES[family], head_of(family)), TOKENS)
-    properties, count = seen.head_properties(), len(TOKENS)
+    scores, count, causal = seen.head_scores(), len(TOKENS), family == "gpt2"
     w = seen.attention(2, 1)
-    assert properties.to_previous[2, 1] == pytest.approx(np.mean([w[i, i - 1] for i in range(1, count)]), abs=1e-6)
-    assert properties.to_first[2, 1] == pytest.approx(np.mean([w[i, 0] for i in range(1, count)]), abs=1e-6)
-    looked = [
-        [w[i, j] for j in range(count) if TOKENS[i] == TOKENS[j] and (j < i if family == "gpt2" else j != i)]
-        for i in range(count)
+    assert scores.previous[2, 1] == pytest.approx(np.mean([w[i, i - 1] for i in range(1, count)]), abs=1e-6)
+    assert scores.first[2, 1] == pytest.approx(np.mean([w[i, 0] for i in range(1, count)]), abs=1e-6)
+    copies = [
+        [j for j in range(count) if TOKENS[i] == TOKENS[j] and (j < i if causal else j != i)] for i in range(count)
     ]
-    assert properties.to_same[2, 1] == pytest.approx(np.mean([sum(row) for row in looked if row]), abs=1e-6)
+    same = [sum(w[i, j] for j in row) for i, row in enumerate(copies) if row]
+    assert scores.duplicate[2, 1] == pytest.approx(np.mean(same), abs=1e-6)
+    after = [
+        [j + 1 for j in row if j + 1 < count and (j + 1 < i if causal else j + 1 != i)] for i, row in enumerate(copies)
+    ]
+    induced = [sum(w[i, j] for j in row) for i, row in enumerate(after) if row]
+    assert scores.induction[2, 1] == pytest.approx(np.mean(induced), abs=1e-6)
     distance = np.mean([sum(w[i, j] * abs(i - j) for j in range(count)) for i in range(count)])
-    assert properties.distance[2, 1] == pytest.approx(distance, rel=1e-4)
+    assert scores.distance[2, 1] == pytest.approx(distance, rel=1e-4)
+
+
+def test_a_head_that_attends_to_the_previous_token_is_named():
+    """One head made by hand: queries of a position match the keys of the position before it."""
+    model = random_model(replace(FAMILIES["gpt2"], layers=1, norm="pre"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        block, context = model.body.blocks[0], model.config.context
+        block.attn.norm.weight.fill_(1)
+        angle = torch.arange(context) * 0.7
+        waves = torch.stack([angle.cos(), angle.sin()], 1)  # (T, 2)
+        model.body.embed.positions.weight[:, :2], model.body.embed.positions.weight[:, 2:4] = waves, -waves  # mean 0
+        turn = torch.tensor([[math.cos(0.7), math.sin(0.7)], [-math.sin(0.7), math.cos(0.7)]])
+        block.attn.inner.q.weight[:2, :2], block.attn.inner.k.weight[:2, :2] = 20 * turn, torch.eye(2)
+    kinds = head_kinds(model)
+    assert kinds.names == (("previous", "", "", ""),), kinds.scores.previous
 
 
 def test_averages_and_rollout_follow_their_definitions():
@@ -187,8 +211,11 @@ def test_candidates_and_the_rest_make_the_whole(k):
 
 def test_the_model_is_left_as_it_was():
     model = random_model(FAMILIES["gpt2"])
-    explain(model, TOKENS).contributions()
-    assert not any(module._forward_hooks for module in model.modules())
+    seen = explain(model, TOKENS)
+    seen.contributions()
+    seen.attribution()
+    seen.effects("mlp", "mean")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -219,8 +246,22 @@ def test_wrong_places_are_named():
         (lambda: seen.attention(3), "layer=3"),
         (lambda: seen.attention(0, 4), "head=4"),
         (lambda: seen.steps(0, 0, 12), "query=12"),
-        (lambda: explain(random_model(TRANSFORMER), TOKENS), "encoder-decoder"),
+        (lambda: explain(random_model(TRANSFORMER), TOKENS), "encoder-decoder needs a source"),
+        (lambda: explain(random_model(FAMILIES["gpt2"]), TOKENS, source=TOKENS), "only an encoder-decoder"),
         (lambda: explain(random_model(FAMILIES["bert"], "classify"), TOKENS).lens(), "classify"),
+        (lambda: seen.activation("attention.wieghts", layer=0), "attention.weights"),
+        (lambda: seen.activation("attention.q"), "layer=None"),
+        (lambda: seen.activation("embedding", layer=0), "layer=0"),
+        (lambda: seen.activation("segment_rows"), "segment table"),
+        (lambda: seen.activation("embedding", stack="encoder"), "stack='encoder'"),
+        (lambda: seen.activation("cross.q", layer=0), "cross-attention"),
+        (lambda: seen.target(index=61), "index=61"),
+        (lambda: seen.target(position=12), "position=12"),
+        (lambda: seen.edited(Edit(part="head", layer=0)), "head=None"),
+        (lambda: seen.edited(Edit(part="mlp", layer=0, head=1)), "head=1"),
+        (lambda: seen.edited(Edit(part="residual", layer=4)), "layer=4"),
+        (lambda: seen.edited(Edit(part="mlp", layer=0, positions=(12,))), "position 12"),
+        (lambda: seen.edited(Edit(part="mlp", layer=0, value="patch")), "patch"),
     ]:
         with pytest.raises(UserError, match=message):
             call()
@@ -229,8 +270,8 @@ def test_wrong_places_are_named():
 def test_an_lm_explains_a_text(tmp_path):
     import plume
     from plume.config import TokenizerConfig
+    from plume.hf import save_model
     from plume.text import train_tokenizer
-    from plume.weights import save_model
 
     tokenizer = train_tokenizer(TokenizerConfig(kind="bytes"), ["x"])
     model = random_model(replace(FAMILIES["gpt2"], vocab_size=tokenizer.vocab_size))
@@ -239,3 +280,29 @@ def test_an_lm_explains_a_text(tmp_path):
     assert "".join(seen.pieces[:6]) == "robot " and seen.pieces[6] == "\\xe4"
     np.testing.assert_allclose(seen.attention(0).sum(-1), 1, atol=1e-5)
     assert seen.next_tokens(3).probabilities[0] > 0
+
+
+def test_results_draw_themselves_in_a_notebook(tmp_path):
+    """Every picture is well formed, has one pixel per number, and holds no markup of a text."""
+    tokenizer = train_tokenizer(TokenizerConfig(vocab_size=300), ["<b>robot</b> must obey"] * 3)
+    config = replace(PRESETS["gpt2"], layers=2, heads=2, width=32, context=32, vocab_size=tokenizer.vocab_size)
+    lm = LM(None, tokenizer, EngineConfig(engine="torch"), Model(config, "next-token").eval())
+    seen = lm.explain("<b>robot</b>")
+    shown = [
+        *(lm.generate("<b>", seed=1, max_new_tokens=8, n=n) for n in (1, 2)), lm.next_tokens("<b>"), lm.score("<b>r"),
+        seen, seen.activation("attention.weights", layer=0), seen.activation("mlp.up", layer=1), seen.steps(0, 1, 2),
+        seen.lens(), seen.contributions(), seen.effects(), seen.attribution(), seen.surprise(), seen.next_tokens(5),
+        seen.head_scores(), head_kinds(lm.model),
+    ]  # fmt: skip
+    for result in shown:
+        drawing = result._repr_html_()
+        assert "<b>robot" not in drawing and "<b></b>" not in drawing
+        closed = re.sub(r"(<img[^>]*)>", r"\1/>", drawing).replace("<br>", "<br/>")
+        ElementTree.fromstring(f"<div>{closed}</div>")
+    up = seen.activation("mlp.up", layer=1)
+    source = re.search(r"base64,([^']+)", up._repr_html_())[1]
+    pixels = Image.open(io.BytesIO(base64.b64decode(source)))
+    assert pixels.size == (up.shape[1], up.shape[0])
+    best = np.unravel_index(np.abs(up).argmax(), up.shape)
+    strongest = (42, 95, 168) if up[best] > 0 else (179, 87, 26)
+    assert pixels.getpixel((int(best[1]), int(best[0]))) == strongest

@@ -9,8 +9,8 @@ from families import FAMILIES, TRANSFORMER, random_model
 from safetensors.torch import load_file, save_file
 
 from plume.config import UserError
-from plume.data.web import load_hub
-from plume.weights import load_model, model_hash, resolve, save_model
+from plume.data.sources import load_hub
+from plume.hf import load_model, model_hash, resolve, save_model
 
 
 @pytest.fixture
@@ -52,12 +52,12 @@ def test_what_a_config_does_not_say_is_what_its_class_assumes(tmp_path):
 def test_a_truncated_file(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    refused(folder, "model.safetensors is damaged or truncated")
+    refused(folder, "model.safetensors is corrupt or truncated")
 
 
 def test_a_file_that_is_something_else(folder):
     (folder / "model.safetensors").write_bytes(b"not tensors at all")
-    refused(folder, "model.safetensors is damaged or truncated")
+    refused(folder, "model.safetensors is corrupt or truncated")
 
 
 def test_missing_and_foreign_tensors_are_named_together(folder):
@@ -80,18 +80,13 @@ def test_a_deeper_config_than_file(folder):
 
 def test_a_foreign_family(folder):
     edit_config(folder, model_type="llama")
-    with pytest.raises(UserError, match="model_type 'llama' is not one of gpt2"):
+    with pytest.raises(UserError, match=r"model_type 'llama' is not one of .*gpt2"):
         load_model(folder)
 
 
 def test_behaviour_we_cannot_run_is_refused(folder):
     edit_config(folder, scale_attn_by_inverse_layer_idx=True, activation_function="swish")
     refused(folder, "scale_attn_by_inverse_layer_idx=True is not supported", "activation_function='swish'")
-
-
-def test_untied_tables_are_refused(folder):
-    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["transformer.wte.weight"] + 1}))
-    refused(folder, "lm_head.weight differs from transformer.wte.weight")
 
 
 def test_tied_tables_stored_twice_open(folder):
@@ -101,9 +96,11 @@ def test_tied_tables_stored_twice_open(folder):
 
 def test_a_damaged_config(folder):
     (folder / "config.json").write_text('{"model_type": "gpt2"')
-    refused(folder, "config.json is damaged")
+    refused(folder, "config.json is corrupt")
+    (folder / "config.json").write_text('{"a": ' * 100_000)
+    refused(folder, "config.json is corrupt")
     (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    refused(folder, "config.json")
+    refused(folder, "not a 12-layer gpt2 checkpoint")
 
 
 def test_a_missing_shard(tmp_path):
@@ -123,7 +120,7 @@ def test_a_hub_name_without_a_network(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="there is no folder nobody/nothing, and the hub cannot give it"):
+    with pytest.raises(UserError, match="there is no folder nobody/nothing, and it cannot be downloaded from the hub"):
         resolve("nobody/nothing")
 
 
@@ -141,7 +138,7 @@ def test_a_hub_that_does_not_answer_is_told_at_once(monkeypatch, tmp_path):
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     began = time.monotonic()
-    with pytest.raises(UserError, match="the hub cannot give it: it is out of reach, and no earlier download"):
+    with pytest.raises(UserError, match="downloaded from the hub: the hub is unreachable and its cache has no copy"):
         resolve("nobody/nothing")
     assert huggingface_hub.constants.HF_HUB_OFFLINE  # so nothing else waits either
     with pytest.raises(UserError, match=r"hub:no/such \(offline\)"):
@@ -164,7 +161,7 @@ def test_a_hub_name_in_the_cache_opens_offline(tmp_path, monkeypatch):
 
 def test_a_run_that_has_not_ended_has_no_model_yet(tmp_path):
     (tmp_path / "recipe.toml").write_text("")
-    with pytest.raises(UserError, match="is a run that has not ended, so it has no model yet; --resume"):
+    with pytest.raises(UserError, match="is an unfinished run without a model folder; --resume continues it"):
         resolve(tmp_path)
 
 
@@ -187,7 +184,7 @@ def test_a_failed_save_keeps_the_old_folder(folder, monkeypatch):
     def full_disk(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("plume.weights.folder.write_tensors", full_disk)
+    monkeypatch.setattr("plume.hf.model_folder.write_tensors", full_disk)
     with pytest.raises(UserError, match="the disk is full: model could not be written"):
         save_model(random_model(FAMILIES["gpt2"], seed=1), folder)
     assert model_hash(folder) == before
@@ -217,7 +214,7 @@ def test_half_precision_files_open_in_full_precision(folder):
 
 def test_a_model_that_no_family_can_hold(tmp_path):
     strange = random_model(replace(FAMILIES["gpt2"], embed_norm=True))
-    with pytest.raises(UserError, match="no model folder can hold it"):
+    with pytest.raises(UserError, match="matches no supported Hugging Face architecture"):
         save_model(strange, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []
 

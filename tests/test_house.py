@@ -1,4 +1,4 @@
-"""The plan of the house: which room may use which, and that the door opens quickly."""
+"""The layers of the package: which may import which, that the command line starts fast, and what is counted."""
 
 import ast
 import os
@@ -8,76 +8,103 @@ import sys
 from pathlib import Path
 
 import pytest
-from house import figures
+from house import TREES, figures
 
 import plume
 
 ROOT = Path(plume.__file__).parent
-ROOMS = [
+LAYERS = [
     "config",
-    "files",
+    "util",
     "text",
     "data",
     "model",
-    "heads",
-    "families",
-    "weights",
-    "train",
-    "plan",
-    "generate",
-    "evaluate",
+    "hf",
     "explain",
+    "inference",
+    "tasks",
+    "lm",
+    "train",
+    "evaluate",
+    "lab",
     "serve",
+    "plan",
+    "bench",
     "demo",
     "cli",
 ]
-DOORS = {"__init__", "__main__"}  # these open on every room
+ENTRY = {"__init__", "__main__"}  # these may import every layer
 
 
-def room_of(path: Path) -> str:
+def layer_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def imports(path: Path) -> set[str]:
-    """The rooms a file uses, wherever in the file, except for types alone."""
+    """The layers a file imports, wherever and however, except for types alone.
+
+    A module named in a string counts too: `import_module("plume.explain")`, `python -m plume.data.pool`.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             node.body = []
     found = set()
     for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            raise AssertionError(f"{path}: a relative import")
         if isinstance(node, ast.ImportFrom) and node.module == "plume":
-            found |= {alias.name for alias in node.names}
+            found |= {alias.name for alias in node.names} & set(LAYERS)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("plume."):
             found.add(node.module.split(".")[1])
         elif isinstance(node, ast.Import):
             found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("plume.")}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {name.split(".")[1] for name in re.findall(r"^plume\.\w+(?:\.\w+)*$", node.value)} & set(LAYERS)
     return found
 
 
-FILES = sorted(path for path in ROOT.rglob("*.py") if room_of(path) not in DOORS)
+FILES = sorted(path for path in ROOT.rglob("*.py") if layer_of(path) not in ENTRY)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_room_uses_only_the_rooms_before_it(path):
-    room = room_of(path)
-    assert room in ROOMS, f"{room} has no place in the plan of the house"
-    later = set(ROOMS[ROOMS.index(room) + 1 :])
+def test_a_layer_imports_only_the_layers_above_it(path):
+    layer = layer_of(path)
+    assert layer in LAYERS, f"{layer} is not in the list of layers"
+    later = set(LAYERS[LAYERS.index(layer) + 1 :])
     assert not imports(path) & later
 
 
-def test_the_drawing_names_every_room_in_order():
+def test_the_docs_list_every_layer_in_order():
     drawing = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
-    rooms = drawing.split("<!-- rooms -->")[1].split("<!-- /rooms -->")[0]
-    places = [rooms.find(f"`{room}`") for room in ROOMS]
-    assert -1 not in places, f"not drawn: {[room for room, place in zip(ROOMS, places, strict=True) if place < 0]}"
+    layers = drawing.split("<!-- layers -->")[1].split("<!-- /layers -->")[0]
+    places = [layers.find(f"`{layer}`") for layer in LAYERS]
+    assert -1 not in places, f"not drawn: {[layer for layer, place in zip(LAYERS, places, strict=True) if place < 0]}"
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("module", ["plume.config", "plume.cli", "plume.weights"])
-def test_light_rooms_do_not_import_torch(module):
+@pytest.mark.parametrize("module", ["plume.config", "plume.cli.main", "plume.hf"])
+def test_light_layers_do_not_import_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_model_is_read_without_importing_the_compiler_of_torch():
+    """It takes seconds, and nothing of it is used."""
+    code = (
+        "import sys; from plume.hf import load_model, resolve; load_model(resolve('plume-en')); "
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_modules_of_unix_alone_are_imported_where_they_are_used(path):
+    """At the top of a file they would keep it from being imported on Windows."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    named = [a.name for node in tree.body if isinstance(node, ast.Import) for a in node.names]
+    named += [str(node.module) for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert not {"resource", "fcntl", "termios", "pwd", "grp", "pty", "tty"} & set(named)
 
 
 def test_help_answers_at_once():
@@ -92,6 +119,25 @@ def test_help_answers_at_once():
         times.append(after.children_user + after.children_system - before.children_user - before.children_system)
     assert "pretrain" in result.stdout
     assert min(times) < 0.3
+
+
+PRIVATE = re.compile(
+    r"\bas asked\b|\bgo(es)? on\b|\b(is|are) told\b|\blook(s|ed)? at\b|\bsaid\b|\btold\b|\bdoor\b|somebody|two stacks|"
+    r"is damaged|passed over|company in a batch|(is|are) made of|\bjudge\b"
+)
+
+
+def test_messages_are_in_the_terms_of_the_field():
+    """Every text in the code but docstrings, and the English of the page."""
+    for path, tree in TREES.items():
+        owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        first = [node.body[0] for node in ast.walk(tree) if isinstance(node, owners) and node.body]
+        docstrings = {id(node.value) for node in first if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                assert not PRIVATE.search(node.value), (path, node.lineno, node.value)
+    words = (ROOT / "serve" / "static" / "words" / "en.js").read_text(encoding="utf-8")
+    assert [m[0] for m in PRIVATE.finditer(words)] == ["told"]  # of an example: "it was told to"
 
 
 def test_the_house_keeps_to_its_figures():

@@ -8,8 +8,8 @@ import torch
 from families import FAMILIES, TRANSFORMER, random_model
 
 from plume.config import PRESETS, preset
-from plume.heads import Model
-from plume.model import Attention, Cache, Transformer
+from plume.model.heads import Model
+from plume.model.transformer import Attention, Cache, Transformer
 
 GPT2 = FAMILIES["gpt2"]
 CAUSAL = {

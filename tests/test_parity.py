@@ -7,9 +7,9 @@ import torch
 from families import FAMILIES, PAIRS, TRANSFORMER, open_in_transformers, random_model, random_pair
 
 from plume.config import UserError
-from plume.families import family_of
-from plume.heads import Model
-from plume.weights import load_model, read_config, save_model
+from plume.hf import load_model, read_config, save_model
+from plume.hf.families import family_of
+from plume.model.heads import Model
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 

@@ -1,20 +1,65 @@
-"""What a model is and what a run does, as plain frozen data: fields, presets, recipes, overrides. No torch here."""
+"""Models and runs as frozen dataclasses with help texts: presets, recipes, overrides, aliases. No torch here."""
 
-from plume.config.data import CleanConfig, DataConfig, TokenizerConfig
-from plume.config.errors import UserError, did_you_mean
-from plume.config.evaluate import EvaluateConfig, SweepConfig
-from plume.config.finetune import AdaptConfig, FinetuneConfig, TaskConfig
-from plume.config.generate import DecodeBenchConfig, EngineConfig, ExportConfig, GenerateConfig, SamplingConfig
-from plume.config.model import ModelConfig
-from plume.config.plan import DemoConfig, PlanConfig
-from plume.config.presets import PRESETS, preset
-from plume.config.serve import ServeConfig
-from plume.config.tables import RECIPE, build, describe, find_recipe, parse_overrides, read_recipe, with_overrides
-from plume.config.train import (
+from plume.config.data_config import (
+    CleanConfig,
+    DataConfig,
+    InspectConfig,
+    TokenizerConfig,
+    TrainTokenizerConfig,
+    VerifyConfig,
+)
+from plume.config.evaluate_config import EvaluateConfig, ReproduceConfig
+from plume.config.fields import (
+    Boundary,
+    EngineKind,
+    EnginePrecision,
+    ObjectiveKind,
+    Overflow,
+    ProtocolName,
+    SpecialTokens,
+    Speculation,
+    TaskTarget,
+    TopPRule,
+    TrainPrecision,
+    UserError,
+    did_you_mean,
+)
+from plume.config.finetune_config import AdaptConfig, FinetuneConfig, TaskConfig
+from plume.config.generate_config import (
+    DecodeBenchConfig,
+    EmbedConfig,
+    EngineConfig,
+    ExploreConfig,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    SamplingConfig,
+    ServeConfig,
+)
+from plume.config.model_config import PRESETS, ModelConfig, preset
+from plume.config.recipes import (
+    RECIPE,
+    CallableModule,
+    advice,
+    build,
+    describe,
+    find_recipe,
+    locate,
+    parse_options,
+    read_recipe,
+    takes_fields,
+    with_overrides,
+)
+from plume.config.train_config import (
+    DemoConfig,
     DistillConfig,
+    DoctorConfig,
     MaskingConfig,
     ObjectiveConfig,
+    PlanConfig,
     PretrainConfig,
+    RunsConfig,
+    SweepConfig,
     TrainConfig,
     trained_like,
 )
@@ -23,35 +68,59 @@ __all__ = [
     "PRESETS",
     "RECIPE",
     "AdaptConfig",
+    "Boundary",
+    "CallableModule",
     "CleanConfig",
     "DataConfig",
     "DecodeBenchConfig",
     "DemoConfig",
     "DistillConfig",
+    "DoctorConfig",
+    "EmbedConfig",
     "EngineConfig",
+    "EngineKind",
+    "EnginePrecision",
     "EvaluateConfig",
+    "ExploreConfig",
     "ExportConfig",
     "FinetuneConfig",
     "GenerateConfig",
+    "ImportConfig",
+    "InspectConfig",
     "MaskingConfig",
     "ModelConfig",
     "ObjectiveConfig",
+    "ObjectiveKind",
+    "Overflow",
     "PlanConfig",
     "PretrainConfig",
+    "ProtocolName",
+    "ReproduceConfig",
+    "RunsConfig",
     "SamplingConfig",
     "ServeConfig",
+    "SpecialTokens",
+    "Speculation",
     "SweepConfig",
     "TaskConfig",
+    "TaskTarget",
     "TokenizerConfig",
+    "TopPRule",
     "TrainConfig",
+    "TrainPrecision",
+    "TrainTokenizerConfig",
     "UserError",
+    "VerifyConfig",
+    "advice",
     "build",
     "describe",
     "did_you_mean",
     "find_recipe",
-    "parse_overrides",
+    "locate",
+    "parse_options",
     "preset",
     "read_recipe",
+    "takes_fields",
     "trained_like",
     "with_overrides",
 ]

@@ -1,14 +1,11 @@
 """Texts to documents, documents to token shards, shards to batches."""
 
-from plume.data.batches import IGNORE, Batch, Dataset, PackedWindows, Phases
+from plume.data.batches import IGNORE, Batch, Dataset, JoinedPairs, PackedWindows, Phases, SequencePairs, decoder_start
+from plume.data.documents import Document, read_documents
 from plume.data.masked import FullSentences, MaskedPairs
-from plume.data.pairs import SequencePairs, decoder_start
-from plume.data.prepare import Prepared, prepare
-from plume.data.readers import read_documents
-from plume.data.report import show_report
-from plume.data.rows import Tally, read_rows
-from plume.data.shards import Shards, TokenStream, open_shards
-from plume.data.web import Document
+from plume.data.prepare import Prepared, keyed_folder, prepare, reuse, show_report
+from plume.data.shards import Shards, TokenStream, open_shards, verify_shards
+from plume.data.tables import Tally, read_rows
 
 __all__ = [
     "IGNORE",
@@ -16,6 +13,7 @@ __all__ = [
     "Dataset",
     "Document",
     "FullSentences",
+    "JoinedPairs",
     "MaskedPairs",
     "PackedWindows",
     "Phases",
@@ -25,9 +23,12 @@ __all__ = [
     "Tally",
     "TokenStream",
     "decoder_start",
+    "keyed_folder",
     "open_shards",
     "prepare",
     "read_documents",
     "read_rows",
+    "reuse",
     "show_report",
+    "verify_shards",
 ]

@@ -1,20 +1,106 @@
 """Batches as pure functions of (seed, number): the shape they have, and windows of packed text for language models."""
 
-# B rows, T tokens of a row, S tokens of a source, N positions to predict
-
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from plume.config import UserError
-from plume.data.sampling import Numbers, Order, generator
 from plume.data.shards import Shards, TokenStream
+from plume.text import Tokenizer
+from plume.util.hashing import mixed
+
+Numbers = npt.NDArray[np.int64]
+ROUNDS = 6
+SLOTS = 4096  # length of a mixture's cycle: shares are kept to one part in this
+
+
+def generator(seed: int, purpose: str, *index: int) -> np.random.Generator:
+    """A stream of random numbers of its own for every seed, purpose and (up to three) numbers."""
+    key = np.array([seed % (1 << 64), zlib.crc32(purpose.encode())], np.uint64)
+    counter = np.array([0, *index, *[0] * (3 - len(index))], np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+class Permutation:
+    """A random order of range(size) that is computed one place at a time: a Feistel network, walked until it fits."""
+
+    def __init__(self, size: int, seed: int, purpose: str, *index: int) -> None:
+        self.size = size
+        self.half = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))  # bits of each half of a number
+        self.mask = np.uint64((1 << int(self.half)) - 1)
+        self.keys = generator(seed, purpose, *index).integers(0, 1 << 64, ROUNDS, dtype=np.uint64)
+
+    def __call__(self, places: Numbers) -> Numbers:
+        values = self._shuffle(places.astype(np.uint64))
+        while (outside := values >= self.size).any():
+            values[outside] = self._shuffle(values[outside])
+        return values.astype(np.int64)
+
+    def _shuffle(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = values >> self.half, values & self.mask
+        for key in self.keys:
+            left, right = right, left ^ (mixed(right + key) & self.mask)
+        return (left << self.half) | right
+
+
+class Order:
+    """Where sample number n comes from: which source, which pass over it, which item.
+
+    Sources take turns by weight in a fixed cycle; within a source each pass visits every item once.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], *, seed: int, shuffle: bool) -> None:
+        self.sizes = np.array(sizes, np.int64)
+        self.seed, self.shuffle = seed, shuffle
+        self.turns = turns(weights)  # samples of each source in one cycle
+        places = np.concatenate([(np.arange(n) + 0.5) / n for n in self.turns])  # spread evenly over the cycle
+        cycle = np.argsort(places, kind="stable")
+        self.source = np.repeat(np.arange(len(sizes)), self.turns)[cycle]
+        self.rank = np.concatenate([np.arange(n) for n in self.turns])[cycle]
+        self.permutation = lru_cache(maxsize=64)(self._permutation)
+
+    def locate(self, samples: Numbers) -> tuple[Numbers, Numbers, Numbers]:
+        """(source, pass, item) of each sample number."""
+        cycle, slot = np.divmod(samples, len(self.source))
+        source = self.source[slot]
+        passes, place = np.divmod(cycle * self.turns[source] + self.rank[slot], self.sizes[source])
+        if not self.shuffle:
+            return source, passes, place
+        item = np.empty_like(place)
+        for s, p in {*zip(source.tolist(), passes.tolist(), strict=True)}:
+            here = (source == s) & (passes == p)
+            item[here] = self.permutation(s, p)(place[here])
+        return source, passes, item
+
+    def _permutation(self, source: int, passes: int) -> Permutation:
+        return Permutation(int(self.sizes[source]), self.seed, "order", source, passes)
+
+    def epochs(self, samples: int) -> list[float]:
+        """How often each source has been passed over after so many samples."""
+        return [float(samples * t / len(self.source) / n) for t, n in zip(self.turns, self.sizes, strict=True)]
+
+
+def turns(weights: Sequence[float]) -> Numbers:
+    """Whole turns per cycle in proportion to the weights, at least one each, by largest remainder."""
+    if len(weights) == 1:
+        return np.ones(1, np.int64)
+    exact = np.array(weights) / sum(weights) * SLOTS
+    whole = np.maximum(1, np.floor(exact)).astype(np.int64)
+    for source in np.argsort(whole - exact, kind="stable")[: max(0, SLOTS - int(whole.sum()))]:
+        whole[source] += 1
+    return whole
+
+
+# B rows, T tokens of a row, S tokens of a source, N positions to predict
+
 
 IGNORE = -100  # the target of a place that is not predicted
 Array = npt.NDArray[np.int64]
@@ -76,18 +162,18 @@ class Dataset(ABC):
 
     def sweep(self, size: int, *, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Every sample once, in the order of the text, for measuring; the last batch may be smaller."""
-        source = np.repeat(np.arange(len(self.sizes)), self.sizes)
-        item = np.concatenate([np.arange(n) for n in self.sizes])
-        for first in range(size * rank, len(item), size * world):
-            rows = slice(first, first + size)
-            yield self.read(source[rows], np.zeros_like(item[rows]), item[rows])
+        edges = np.cumsum([0, *self.sizes])
+        for first in range(size * rank, len(self), size * world):
+            samples = np.arange(first, min(first + size, len(self)))
+            source = np.searchsorted(edges, samples, side="right") - 1
+            yield self.read(source, np.zeros_like(samples), samples - edges[source])
 
     def epochs(self, samples: int) -> dict[str, float]:
         """Passes over each source after so many samples."""
         return dict(zip([s.name for s in self.streams], self.order.epochs(samples), strict=True))
 
     def numbers(self, samples: Numbers) -> Numbers:
-        """Which sample stands at each place of the order; a kind may group like with like."""
+        """Which sample has each position in the order; a subclass may group samples of like length."""
         return samples
 
     @abstractmethod
@@ -98,31 +184,31 @@ class Dataset(ABC):
 class PackedWindows(Dataset):
     """Windows of the running text, separators included, each predicting the token after: GPT's way.
 
-    With `isolate`, documents in a window do not see each other, and nothing is predicted over their border.
+    With `document_mask`, documents in a window do not see each other, and nothing is predicted over their border.
     """
 
     def __init__(
-        self, shards: Shards, length: int, *, seed: int = 0, shuffle: bool = True, isolate: bool = False
+        self, shards: Shards, length: int, *, seed: int = 0, shuffle: bool = True, document_mask: bool = False
     ) -> None:
-        self.length, self.isolate = length, isolate
+        self.length, self.document_mask = length, document_mask
         for stream in shards.streams:
             check_size(stream, length + 1, shards)
         super().__init__(shards, [self.windows(s, shuffle) for s in shards.streams], seed=seed, shuffle=shuffle)
 
     def windows(self, stream: TokenStream, shuffle: bool) -> int:
         whole = (len(stream) - 1) // self.length
-        return max(1, whole - 1) if shuffle else whole  # one fewer leaves room to shift them
+        return max(1, whole - 1) if shuffle else whole  # one fewer leaves slack to shift them
 
     def shift(self, source: int, passes: int) -> int:
         """Every pass begins elsewhere, so that the same tokens fall into other windows."""
         if not self.shuffle:
             return 0
-        room = len(self.streams[source]) - 1 - self.sizes[source] * self.length
-        return int(generator(self.seed, "shift", source, passes).integers(0, min(room + 1, self.length)))
+        slack = len(self.streams[source]) - 1 - self.sizes[source] * self.length
+        return int(generator(self.seed, "shift", source, passes).integers(0, min(slack + 1, self.length)))
 
     def read(self, source: Numbers, passes: Numbers, item: Numbers) -> Batch:
         text = np.empty((len(item), self.length + 1), np.int64)  # (B, T + 1)
-        documents = np.empty_like(text) if self.isolate else None
+        documents = np.empty_like(text) if self.document_mask else None
         shifts: dict[tuple[int, int], int] = {}
         for row, (s, p, i) in enumerate(zip(source.tolist(), passes.tolist(), item.tolist(), strict=True)):
             if (s, p) not in shifts:
@@ -142,7 +228,7 @@ class Phases:
     """One dataset after the other: BERT's short sequences first, then the long ones."""
 
     def __init__(self, parts: Sequence[tuple[int, Dataset]]) -> None:
-        """(number of samples, dataset) in order; the last goes on for ever."""
+        """(number of samples, dataset) in order; the last has no end."""
         self.parts = list(parts)
 
     def batch(self, step: int, size: int, *, rank: int = 0, world: int = 1) -> Batch:
@@ -173,3 +259,97 @@ def padded(rows: Sequence[npt.NDArray[Any] | Sequence[int]], width: int, value: 
     for row, values in enumerate(rows):
         table[row, : len(values)] = values
     return table
+
+
+# B rows, T tokens of a target, S tokens of a source
+
+
+POOL = 64  # groups that are sorted by length together
+
+
+def decoder_start(tokenizer: Tokenizer) -> int:
+    """The token that a decoder reads first."""
+    for token in (tokenizer.start, tokenizer.classify, tokenizer.end, tokenizer.separator):
+        if token is not None:
+            return token
+    raise UserError(f"{tokenizer!r} has no special token to begin and end a target with; a byte-bpe tokenizer has")
+
+
+class SequencePairs(Dataset):
+    """Pairs from two aligned files or two fields. Both sides close with the separator; longer ones are cut."""
+
+    def __init__(
+        self, shards: Shards, tokenizer: Tokenizer, length: int, *, seed: int = 0, shuffle: bool = True, group: int = 64
+    ) -> None:
+        if not shards.manifest.pairs:
+            raise UserError(f"{shards.folder} holds no pairs; prepare it with targets, or with target_field")
+        self.length, self.group = length, group  # pairs of like length are grouped
+        self.start = decoder_start(tokenizer)
+        self.padding = tokenizer.pad if tokenizer.pad is not None else 0
+        self.pool = lru_cache(maxsize=4)(self._pool)
+        super().__init__(shards, [s.documents // 2 for s in shards.streams], seed=seed, shuffle=shuffle)
+
+    def numbers(self, samples: Numbers) -> Numbers:
+        if not self.shuffle:
+            return samples
+        pools, places = np.divmod(samples, self.group * POOL)
+        return np.array([self.pool(p)[i] for p, i in zip(pools.tolist(), places.tolist(), strict=True)], np.int64)
+
+    def _pool(self, pool: int) -> Numbers:
+        """The samples of a pool sorted by length, then its groups in random order."""
+        size = self.group * POOL
+        samples = np.arange(pool * size, (pool + 1) * size)
+        source, _, item = self.order.locate(samples)
+        lengths = [self.size_of(s, i) for s, i in zip(source.tolist(), item.tolist(), strict=True)]
+        groups = samples[np.argsort(lengths, kind="stable")].reshape(POOL, self.group)
+        return groups[generator(self.seed, "groups", pool).permutation(POOL)].reshape(-1)
+
+    def size_of(self, source: int, item: int) -> int:
+        stream = self.streams[source]
+        return stream.start_of(2 * item + 2) - stream.start_of(2 * item)
+
+    def side(self, source: int, document: int) -> Array:
+        """One side of a pair; a long one is cut but keeps its close."""
+        tokens = self.streams[source].document(document)
+        return tokens if len(tokens) <= self.length else np.append(tokens[: self.length - 1], tokens[-1])
+
+    def read(self, source: Numbers, passes: Numbers, item: Numbers) -> Batch:
+        places = list(zip(source.tolist(), item.tolist(), strict=True))
+        sources = [self.side(s, 2 * i) for s, i in places]
+        targets = [self.side(s, 2 * i + 1) for s, i in places]
+        lengths, source_lengths = (np.array([len(row) for row in side]) for side in (targets, sources))
+        width = int(lengths.max())
+        return Batch(
+            tokens=padded([[self.start, *target[:-1]] for target in targets], width, self.padding),
+            targets=padded(targets, width, IGNORE),
+            lengths=lengths,
+            source=padded(sources, int(source_lengths.max()), self.padding),
+            source_lengths=source_lengths,
+        )
+
+
+class JoinedPairs(SequencePairs):
+    """Pairs for a decoder alone: source, separator and target as one sequence, with the loss on the target.
+
+    Where both do not fit, the source loses its beginning; a target longer than a sequence is cut.
+    """
+
+    def __init__(
+        self, shards: Shards, tokenizer: Tokenizer, length: int, *, seed: int = 0, shuffle: bool = True, group: int = 64
+    ) -> None:
+        if shards.manifest.separator is None:
+            raise UserError(f"{tokenizer!r} has no special token between source and target; a byte-bpe tokenizer has")
+        super().__init__(shards, tokenizer, length, seed=seed, shuffle=shuffle, group=group)
+
+    def read(self, source: Numbers, passes: Numbers, item: Numbers) -> Batch:
+        rows, targets = list[Array](), list[Array]()
+        for stream, pair in zip(source.tolist(), item.tolist(), strict=True):
+            target = self.side(stream, 2 * pair + 1)
+            prompt = self.streams[stream].document(2 * pair)
+            prompt = prompt[max(0, len(prompt) - max(1, self.length + 1 - len(target))) :]
+            row = np.concatenate([prompt, target])[: self.length + 1]
+            rows.append(row[:-1])
+            targets.append(np.where(np.arange(1, len(row)) < len(prompt), IGNORE, row[1:]))
+        lengths = np.array([len(row) for row in rows])
+        width = int(lengths.max())
+        return Batch(tokens=padded(rows, width, self.padding), targets=padded(targets, width, IGNORE), lengths=lengths)

@@ -1,92 +1,114 @@
-"""Runs the pieces of a prepare: in this process, in one process per core, or on a Ray cluster."""
+"""Runs the tasks of a stage of prepare: in this process, in one process per core, or on a Ray cluster."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from dataclasses import replace
-from pathlib import Path
-from typing import IO, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from typing import IO, Any, Protocol
+from uuid import uuid4
 
 from plume.config import DataConfig, UserError
-from plume.data.maker import ShardMaker
-from plume.data.sources import Piece
+from plume.util.devices import cores
+from plume.util.progress import Progress
 
 SMALL = 4 << 20  # bytes of input below which starting processes takes longer than the work
-EVERY = 10.0  # seconds between lines where there is no terminal
-GO_ON = "What was finished is kept: run the same command again to go on"
+RETRIES = 3  # of a piece whose worker or node is lost on a Ray cluster
+RESUME_HINT = "Finished pieces are kept: run the same command again to continue"
+Task = dict[str, Any]  # plain data; `size` is its share of the progress bar
 Result = dict[str, Any]
+Setup = tuple[Any, ...]  # what a stage is made from in every worker
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+class Stage(Protocol):
+    """What a worker does with tasks."""
+
+    def __call__(self, task: Task) -> Result: ...
 
 
-def run_pieces(config: DataConfig, work: Path, pieces: list[Piece], total: int) -> None:
-    """Make the missing shards, with a progress bar; `total` bytes count those that were there before."""
-    if not pieces:
-        return
-    size = sum(p.size for p in pieces)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[about]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("prepare", total=max(total, 1), completed=total - size, about="")
-        done, tokens, began = 0, 0, time.monotonic()
-        said = began
-        for result in results_of(config, work, pieces, size):
-            done, tokens, now = done + result["size"], tokens + result["tokens"], time.monotonic()
-            about = f"{tokens:,} tokens, {done / 1e6 / max(now - began, 1e-3):.1f} MB/s"
-            progress.update(task, advance=result["size"], about=about)
-            if progress.disable and now - said >= EVERY:
-                said = now
-                print(f"prepare: {done / 1e6:.0f} of {size / 1e6:.0f} MB, {about}", file=sys.stderr, flush=True)
+def run_stage(
+    stage: type[Stage], setup: Setup, tasks: Sequence[Task], config: DataConfig, *, title: str, before: int = 0
+) -> list[Result]:
+    """The results of all tasks in any order, with a progress bar; `before` bytes were done by an earlier run."""
+    if not tasks:
+        return []
+    size = sum(task["size"] for task in tasks)
+    done, tokens, began, results = 0, 0, time.monotonic(), list[Result]()
+    with Progress(unit="bytes") as progress, progress.task(title, max(size + before, 1), completed=before) as advance:
+        for result in results_of(stage, setup, tasks, config, size):
+            done, tokens = done + result["size"], tokens + result.get("tokens", 0)
+            speed = done / 1e6 / max(time.monotonic() - began, 1e-3)
+            advance(result["size"], f"{tokens:,} tokens, {speed:.1f} MB/s" if tokens else f"{speed:.1f} MB/s")
+            results.append(result)
+    return results
 
 
-def results_of(config: DataConfig, work: Path, pieces: list[Piece], size: int) -> Iterator[Result]:
-    workers = min(cores() if config.workers is None else config.workers, len(pieces))
-    if config.on == "ray":
-        return on_ray(config, work, pieces)
-    if workers == 1 or size < SMALL:
-        return in_this_process(config, work, pieces)
-    return in_processes(config, work, pieces, workers)
+def results_of(
+    stage: type[Stage], setup: Setup, tasks: Sequence[Task], config: DataConfig, size: int
+) -> Iterator[Result]:
+    workers = worker_count(config, len(tasks), size)
+    if config.backend == "ray":
+        return run_on_ray(stage, setup, tasks)
+    if workers == 1:
+        return map(stage(*setup), tasks)
+    return run_in_processes(stage, setup, tasks, workers)
 
 
-def in_this_process(config: DataConfig, work: Path, pieces: Iterable[Piece]) -> Iterator[Result]:
-    make = ShardMaker(config, work)
-    for piece in pieces:
-        yield make(piece.plain())
+def worker_count(config: DataConfig, tasks: int, size: int) -> int:
+    workers = min(cores() if config.workers is None else config.workers, tasks)
+    return 1 if size < SMALL or config.backend == "ray" else workers
 
 
-def in_processes(config: DataConfig, work: Path, pieces: Iterable[Piece], workers: int) -> Iterator[Result]:
-    """Workers that each take the next piece when they are done with one; the first trouble stops them all."""
-    todo: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Result | BaseException | None] = queue.SimpleQueue()
-    for piece in pieces:
-        todo.put(piece)
-    command = [sys.executable, "-m", "plume.data.worker"]
+STARTED: list[subprocess.Popen[bytes]] = []  # workers that no stage has taken yet
+
+
+@contextmanager
+def started_workers(config: DataConfig, tasks: int, size: int) -> Iterator[None]:
+    """Start the workers of the first stage: they import while this process reads what the stage needs."""
+    workers = worker_count(config, tasks, size)
+    try:
+        STARTED.extend(start_worker() for _ in range(workers if workers > 1 else 0))
+        yield
+    finally:
+        while (unused := take_started()) is not None:
+            with unused:
+                unused.terminate()
+
+
+def take_started() -> subprocess.Popen[bytes] | None:
+    """A worker that waits for its stage, if there is one; other threads may be taking them too."""
+    try:
+        return STARTED.pop()
+    except IndexError:
+        return None
+
+
+def start_worker() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", "from plume.data.pool import main; main()"]  # -m would warn: it is imported twice
     # a worker's tokenizer has no cores to itself, and a signal from the keyboard is for this process to handle
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    children = [
-        subprocess.Popen(command, **pipes, env=environment, start_new_session=True)  # type: ignore[call-overload]
-        for _ in range(workers)
-    ]
-    threads = [threading.Thread(target=attend, args=(c, config, work, todo, done), daemon=True) for c in children]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+    )
+
+
+def run_in_processes(stage: type[Stage], setup: Setup, tasks: Sequence[Task], workers: int) -> Iterator[Result]:
+    """Workers that each take the next task when they are done with one; the first trouble stops them all."""
+    todo: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Result | BaseException | None] = queue.SimpleQueue()
+    for task in tasks:
+        todo.put(task)
+    children = [take_started() or start_worker() for _ in range(workers)]
+    start = pickle.dumps((stage, setup))
+    threads = [threading.Thread(target=feed_worker, args=(c, start, todo, done), daemon=True) for c in children]
     try:
         for thread in threads:
             thread.start()
@@ -108,66 +130,98 @@ def in_processes(config: DataConfig, work: Path, pieces: Iterable[Piece], worker
                 pass
 
 
-def attend(
+def feed_worker(
     child: subprocess.Popen[bytes],
-    config: DataConfig,
-    work: Path,
-    todo: queue.SimpleQueue[Piece],
+    start: bytes,
+    todo: queue.SimpleQueue[Task],
     done: queue.SimpleQueue[Result | BaseException | None],
 ) -> None:
     """Feed one worker until there is no work; None says that it is done."""
     assert child.stdin is not None and child.stdout is not None
     try:
-        tell(child.stdin, (config, work))
+        send(child.stdin, start)
         while True:
-            piece = todo.get_nowait()
-            tell(child.stdin, piece.plain())
+            send(child.stdin, pickle.dumps(todo.get_nowait()))
             done.put(pickle.load(child.stdout))  # a result, or the error it met
     except queue.Empty:
         done.put(None)
     except (EOFError, OSError):
         code = child.wait()
-        guess = ", killed: too little memory?" if code == -9 else ""
-        done.put(UserError(f"a worker ended by itself (code {code}{guess}). {GO_ON}, perhaps with workers=1"))
+        guess = ", probably out of memory" if code == -9 else ""
+        done.put(UserError(f"worker process died (exit code {code}{guess}). {RESUME_HINT}, perhaps with workers=1"))
 
 
-def tell(stream: IO[bytes], message: Any) -> None:
-    pickle.dump(message, stream)
+def send(stream: IO[bytes], message: bytes) -> None:
+    stream.write(message)
     stream.flush()
 
 
-def on_ray(config: DataConfig, work: Path, pieces: list[Piece]) -> Iterator[Result]:
-    """The same work as a Ray Data pipeline; texts and folder must be on storage that every node sees."""
+def run_on_ray(stage: type[Stage], setup: Setup, tasks: Sequence[Task], *, device: str = "cpu") -> Iterator[Result]:
+    """The same work as tasks of a Ray cluster; texts and folder must be on storage that every node sees."""
+    if not tasks:
+        return
     try:
         import ray
     except ImportError:
-        raise UserError("on=ray needs the package ray: pip install 'plume-lm[cluster]'") from None
-    plain = [{"piece": pickle.dumps(everywhere(p).plain())} for p in pieces]
-    rows = ray.data.from_items(plain, override_num_blocks=len(plain))
-    maker: Any = OnRay  # Ray's types know functions alone
-    for row in rows.map(maker, fn_constructor_args=(config, work.resolve()), concurrency=(1, len(plain))).iter_rows():
-        result = pickle.loads(row["result"])
-        if isinstance(result, UserError):
-            raise result
-        yield result
+        raise UserError("backend=ray needs the package ray: pip install 'plume-lm[cluster]'") from None
+    given: dict[str, Any] = {"num_gpus": 1} if device.startswith("cuda") else {}
+    piece: Any = ray.remote(max_retries=RETRIES, **given)(run_piece)  # Ray repeats what a lost worker or node had
+    dumps: Any = ray.cloudpickle.dumps
+    start, run = ray.put(dumps((stage, setup, os.getcwd()))), uuid4().hex
+    waiting = [piece.remote(run, start, pickle.dumps(task)) for task in tasks]
+    try:
+        while waiting:
+            (done,), waiting = ray.wait(waiting)
+            result = pickle.loads(ray.get(done))
+            if isinstance(result, UserError):
+                raise result
+            yield result
+    except (ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError, ray.exceptions.OutOfMemoryError):
+        times = f"{1 + RETRIES} times on the same piece"
+        raise UserError(f"worker process died {times}, probably out of memory. {RESUME_HINT}") from None
+    finally:
+        for left in waiting:
+            ray.cancel(left)
 
 
-def everywhere(piece: Piece) -> Piece:
-    """The piece with paths that do not depend on the folder a worker starts in."""
-    parts = [p if p.path.startswith("hub:") else replace(p, path=os.path.abspath(p.path)) for p in piece.parts]
-    aligned = [p if p.target is None else replace(p, target=os.path.abspath(p.target)) for p in parts]
-    return replace(piece, parts=tuple(aligned))
+def run_piece(run: str, start: bytes, task: bytes) -> bytes:
+    """On a worker of Ray, which stays for the next piece and the next run."""
+    return ray_stage(run, start)(task)
 
 
-class OnRay:
-    """A ShardMaker for rows of Ray Data."""
+@lru_cache(maxsize=1)
+def ray_stage(run: str, start: bytes) -> RayStage:
+    return RayStage(*pickle.loads(start))
 
-    def __init__(self, config: DataConfig, work: Path) -> None:
-        self.make = ShardMaker(config, work)
 
-    def __call__(self, row: dict[str, bytes]) -> dict[str, bytes]:
+class RayStage:
+    """A stage that takes and gives bytes."""
+
+    def __init__(self, stage: type[Stage], setup: Setup, place: str) -> None:
+        with suppress(OSError):
+            os.chdir(place)  # so that relative paths mean what they mean here
+        self.stage = stage(*setup)
+
+    def __call__(self, task: bytes) -> bytes:
         try:
-            result: Result | UserError = self.make(pickle.loads(row["piece"]))
+            result: Result | UserError = self.stage(pickle.loads(task))
         except UserError as error:  # as it is: Ray would wrap it into its own traceback
             result = error
-        return {"result": pickle.dumps(result)}
+        return pickle.dumps(result)
+
+
+def main() -> None:
+    """A worker process: a stage and then tasks on its input, results on its output, until the input ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that half-written files are taken away
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # whatever a library prints must not come between the answers
+        try:
+            stage, setup = pickle.load(sys.stdin.buffer)
+            work = stage(*setup)
+            while True:
+                pickle.dump(work(pickle.load(sys.stdin.buffer)), answers)
+                answers.flush()
+        except EOFError:
+            return
+        except UserError as error:
+            pickle.dump(error, answers)

@@ -1,36 +1,46 @@
-"""Token shards: files of token ids and document starts that are memory-mapped, and the manifest that describes them."""
+"""Token shards: files of token ids and document starts, mapped and checked where they are read, and their manifest."""
 
 from __future__ import annotations
 
-import json
+import hashlib
+import threading
+import zlib
 from array import array
+from bisect import bisect_right
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from plume.config import UserError, build, did_you_mean
-from plume.files import stream_aside, write_json
+from plume.util.files import read_json, stream_aside, write_json
 
 Ids = npt.NDArray[np.int64]
+Sums = npt.NDArray[np.uint32]
 Split = Literal["train", "validation"]
 MANIFEST = "data.json"
-FORMAT = 1
+WORK = ".work"  # folders of unfinished work begin with it
+FORMAT = 2
+CHUNK = 1 << 16  # bytes that share a hash; each is checked when it is first read
+MAX_OPEN = 64  # files mapped at a time, far below what a process may open
+TokenType = Literal["uint16", "uint32"]  # of one token id on disk
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One file of tokens, NAME.tokens, with NAME.starts: the offset of every document's first token in it."""
+    """NAME.tokens; NAME.starts: offsets of the documents' first tokens; NAME.sums: a CRC-32 of each chunk of both."""
 
     name: str
     source: int
     tokens: int
     documents: int
+    hash: str = ""  # sha256 of NAME.sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,22 +50,23 @@ class Manifest:
     format: int
     tokenizer: str  # hash
     vocab_size: int
-    dtype: Literal["uint16", "uint32"]
+    dtype: TokenType
     separator: int | None  # the token after every document, if the tokenizer has one
     pairs: bool  # documents 0, 2, 4, ... are sources and the ones after them their targets
     fingerprint: str  # of the texts and the settings
+    settings: str  # of the settings and the names of the texts alone
     sources: tuple[str, ...]
     weights: tuple[float, ...]
     train: tuple[Shard, ...]
     validation: tuple[Shard, ...]
 
 
-def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
+def token_dtype(vocab_size: int) -> TokenType:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 class ShardWriter:
-    """Writes one shard aside: tokens as they come, starts at the end."""
+    """Writes one shard aside: tokens as they come, starts and, where it is to be kept, hashes at the end."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self.folder, self.name, self.dtype = folder, name, dtype
@@ -64,16 +75,25 @@ class ShardWriter:
         self._file = stream_aside(folder / f"{name}.tokens")
         self._stream = self._file.__enter__()
 
-    def begin(self) -> None:
-        """What comes next opens a document."""
-        self.starts.append(self.count)
-
     def write(self, tokens: npt.NDArray[Any]) -> None:
+        """The tokens of one document."""
+        self.starts.append(self.count)
         self._stream.write(tokens.astype(self.dtype, copy=False).tobytes())
         self.count += len(tokens)
 
+    def write_many(self, tokens: bytes, starts: Ids) -> None:
+        """Tokens of many documents, and where those begin that are new, counted from the first of these tokens."""
+        self.starts.frombytes((starts + self.count).astype(np.int64).tobytes())
+        self._stream.write(tokens)
+        self.count += len(tokens) // np.dtype(self.dtype).itemsize
+
     def shard(self, source: int) -> Shard:
-        return Shard(name=self.name, source=source, tokens=self.count, documents=len(self.starts))
+        """What the manifest says of it, once it is closed; this writes the hashes."""
+        sums = np.concatenate([chunk_sums(self.folder / f"{self.name}{suffix}") for suffix in (".tokens", ".starts")])
+        with stream_aside(self.folder / f"{self.name}.sums") as stream:
+            stream.write(sums.tobytes())
+        counts = {"tokens": self.count, "documents": len(self.starts)}
+        return Shard(name=self.name, source=source, **counts, hash=hashlib.sha256(sums.tobytes()).hexdigest())
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -87,6 +107,11 @@ class ShardWriter:
                 stream.write(self.starts.tobytes())
 
 
+def chunk_sums(path: Path) -> Sums:
+    with path.open("rb") as stream:
+        return np.array([zlib.crc32(chunk) for chunk in iter(lambda: stream.read(CHUNK), b"")], "<u4")
+
+
 def mapped(path: Path, dtype: str) -> npt.NDArray[Any]:
     """A file as a read-only array; an empty file cannot be mapped."""
     if path.stat().st_size == 0:
@@ -94,10 +119,81 @@ def mapped(path: Path, dtype: str) -> npt.NDArray[Any]:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
+class OpenFiles:
+    """Files mapped when they are read, a bounded number at a time."""
+
+    def __init__(self) -> None:
+        self.files: OrderedDict[Path, npt.NDArray[Any]] = OrderedDict()
+        self.lock = threading.Lock()
+
+    def get(self, path: Path, dtype: str) -> npt.NDArray[Any]:
+        with self.lock:
+            if path not in self.files:
+                self.files[path] = mapped(path, dtype)
+                if len(self.files) > MAX_OPEN:
+                    self.files.popitem(last=False)
+            self.files.move_to_end(path)
+            return self.files[path]
+
+
+class ShardArray:
+    """The tokens or the starts of a shard: opened when they are read, checked chunk by chunk when first read."""
+
+    def __init__(self, folder: Path, shard: Shard, kind: str, dtype: str, files: OpenFiles) -> None:
+        self.path, self.dtype, self.files = folder / f"{shard.name}.{kind}", dtype, files
+        self.sums_path, self.hash = folder / f"{shard.name}.sums", shard.hash
+        self.itemsize = np.dtype(dtype).itemsize
+        self.length = shard.tokens if kind == "tokens" else shard.documents
+        self.chunks = -(-self.length * self.itemsize // CHUNK)
+        self.first = kind == "tokens"  # their hashes are the first in the file, those of the starts the last
+        self.sums: Sums | None = None
+        self.checked: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, key: int) -> int: ...
+    @overload
+    def __getitem__(self, key: slice) -> npt.NDArray[Any]: ...
+    def __getitem__(self, key: int | slice) -> int | npt.NDArray[Any]:
+        array = self.files.get(self.path, self.dtype)
+        start, stop, _ = key.indices(self.length) if isinstance(key, slice) else (key, key + 1, 1)
+        if start < stop:
+            self.check(array, start * self.itemsize // CHUNK, -(-stop * self.itemsize // CHUNK))
+        return array[start:stop] if isinstance(key, slice) else int(array[key])
+
+    def check(self, array: npt.NDArray[Any], first: int, last: int) -> None:
+        """Compare chunks with their hashes, once in a run."""
+        if self.sums is None:
+            self.sums = self.read_sums()
+            self.checked = np.zeros(self.chunks, np.bool_)
+        if self.checked[first:last].all():
+            return
+        data: Any = array.view(np.uint8)
+        for chunk in range(first, last):
+            if not self.checked[chunk] and zlib.crc32(data[chunk * CHUNK : (chunk + 1) * CHUNK]) != self.sums[chunk]:
+                raise UserError(
+                    f"{self.path} is corrupt at byte {chunk * CHUNK}: {self.sums_path.name} has another hash; "
+                    "copy or prepare the data again"
+                )
+            self.checked[chunk] = True
+
+    def read_sums(self) -> Sums:
+        try:
+            raw = self.sums_path.read_bytes()
+        except FileNotFoundError:
+            raise UserError(f"{self.sums_path} is missing; copy or prepare the data again") from None
+        if hashlib.sha256(raw).hexdigest() != self.hash:
+            raise UserError(f"{self.sums_path} is corrupt: {MANIFEST} has another hash; copy or prepare the data again")
+        sums = np.frombuffer(raw, "<u4")
+        return sums[: self.chunks] if self.first else sums[len(sums) - self.chunks :]
+
+
 class TokenStream:
     """Shards one after the other as a single run of tokens cut into documents."""
 
-    def __init__(self, name: str, weight: float, tokens: Sequence[npt.NDArray[Any]], starts: Sequence[Ids]) -> None:
+    def __init__(self, name: str, weight: float, tokens: Sequence[ShardArray], starts: Sequence[ShardArray]) -> None:
         self.name, self.weight = name, weight
         self._tokens, self._starts = list(tokens), list(starts)
         self._token_edges = np.cumsum([0, *(len(t) for t in tokens)])
@@ -124,7 +220,7 @@ class TokenStream:
     def document_of(self, position: int) -> int:
         """Which document holds the token at a position; -1 for the end of one that began in another split."""
         shard = int(np.searchsorted(self._token_edges, position, side="right")) - 1
-        inside = int(np.searchsorted(self._starts[shard], position - int(self._token_edges[shard]), side="right"))
+        inside = bisect_right(self._starts[shard], position - int(self._token_edges[shard]))
         return int(self._document_edges[shard]) + inside - 1
 
     def start_of(self, document: int) -> int:
@@ -135,7 +231,7 @@ class TokenStream:
             return len(self)
         shard = int(np.searchsorted(self._document_edges, document, side="right")) - 1
         local = document - int(self._document_edges[shard])
-        return int(self._token_edges[shard]) + int(self._starts[shard][local])
+        return int(self._token_edges[shard]) + self._starts[shard][local]
 
     def document(self, document: int) -> Ids:
         """All tokens of one document, its separator included."""
@@ -169,16 +265,16 @@ class Shards:
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
-        if (folder / ".work").is_dir():
-            raise UserError(f"{folder} holds unfinished data; run the same prepare again and it goes on where it was")
+        if any(folder.glob(f"{WORK}*")):
+            raise UserError(f"{folder} holds unfinished data; run the same prepare again to continue")
         neighbours = [p.parent.name for p in folder.parent.glob(f"*/{MANIFEST}")]
         raise UserError(
             f"{folder} holds no prepared data ({MANIFEST} is missing){did_you_mean(folder.name, neighbours)}"
         )
     try:
-        plain = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        raise UserError(f"{path} is damaged: it is not JSON; prepare the data again") from None
+        plain = read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}; prepare the data again") from None
     if plain.get("format") != FORMAT:
         raise UserError(f"{path} has format {plain.get('format')}, not {FORMAT}; prepare the data again")
     return build(Manifest, plain, origin=str(path))
@@ -202,23 +298,34 @@ def open_shards(folder: Path | str, split: Split = "train", *, tokenizer_hash: s
     groups = [[s for s in shards if s.source == i] for i in sources] if manifest.weights else [list(shards)]
     names = manifest.sources if manifest.weights else ("all",)
     weights = manifest.weights if manifest.weights else (1.0,)
+    files = OpenFiles()
     streams = [
-        TokenStream(name, weight, *zip(*(open_shard(folder, shard, manifest.dtype) for shard in group), strict=True))
+        TokenStream(name, weight, *zip(*(open_shard(folder, s, manifest.dtype, files) for s in group), strict=True))
         for name, weight, group in zip(names, weights, groups, strict=True)
         if group
     ]
     return Shards(folder, split, manifest, tuple(streams))
 
 
-def open_shard(folder: Path, shard: Shard, dtype: str) -> tuple[npt.NDArray[Any], Ids]:
-    wanted = {".tokens": shard.tokens * np.dtype(dtype).itemsize, ".starts": shard.documents * 8}
-    for suffix, size in wanted.items():
-        path = folder / f"{shard.name}{suffix}"
-        there = path.stat().st_size if path.is_file() else None
+def open_shard(folder: Path, shard: Shard, dtype: str, files: OpenFiles) -> tuple[ShardArray, ShardArray]:
+    """The tokens and starts of a shard, whose files must have their sizes."""
+    arrays = ShardArray(folder, shard, "tokens", dtype, files), ShardArray(folder, shard, "starts", "<i8", files)
+    for side in arrays:
+        size, there = len(side) * side.itemsize, side.path.stat().st_size if side.path.is_file() else None
         if there != size:
             found = "is missing" if there is None else f"holds {there} bytes"
-            raise UserError(f"{path} {found}, but {MANIFEST} says {size} bytes; copy or prepare the data again")
-    return mapped(folder / f"{shard.name}.tokens", dtype), mapped(folder / f"{shard.name}.starts", "<i8")
+            raise UserError(f"{side.path} {found}, but {MANIFEST} says {size} bytes; copy or prepare the data again")
+    return arrays
+
+
+def verify_shards(folder: Path | str) -> int:
+    """Check every byte of a prepared folder against its hashes; the number of bytes. Damage is a UserError."""
+    folder, total = Path(folder), 0
+    manifest = read_manifest(folder)
+    for shard in (*manifest.train, *manifest.validation):
+        for side in open_shard(folder, shard, manifest.dtype, OpenFiles()):
+            total += sum(side[start : start + (1 << 24)].nbytes for start in range(0, len(side), 1 << 24))
+    return total
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

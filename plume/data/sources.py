@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import codecs
 import glob
+import importlib
 import importlib.util
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from plume.config import DataConfig, UserError, did_you_mean
-from plume.data.rows import COMPRESSED, TABLES, open_bytes, suffix_of
-from plume.data.web import ARCHIVES, PAGES, hub_shards
+import numpy as np
 
+from plume.config import DataConfig, UserError, did_you_mean
+from plume.data.plaintext import can_split, detect_encoding, text_blocks
+from plume.data.tables import COMPRESSED, TABLES, Row, open_bytes, suffix_of
+from plume.util.hub import hub_is_offline
+
+PAGES = (".html", ".htm")
+ARCHIVES = (".warc", ".wet")
 TEXTS = (".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js", ".ts", ".raw")
+READABLE = {*TABLES, *PAGES, *ARCHIVES, *TEXTS}
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 # encodings and pydoc_data are tables, not code
 STRIPS = 8  # parts that one compressed file is read in when there are few: each decompresses from the start
@@ -25,34 +31,44 @@ EXPANSION = 4  # compressed text grows about this much; only the balance of the 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A stretch of one file: bytes, lines (of a pair) or row groups, as its kind has it; all of it from 0 to None."""
+class FilePart:
+    """A stretch of one file, in bytes or row groups; all of it from 0 to None."""
 
     path: str
     start: int = 0
     stop: int | None = None
     target: str | None = None  # the file that is aligned with it line by line
     size: int = 0  # bytes, for the progress bar
+    target_start: int = 0  # of an aligned file, in bytes
+    first_line: int = 0  # of aligned files
+    lines: int | None = None  # of aligned files; all that are left if None
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WorkUnit:
     """Work for one worker that ends as one shard."""
 
     number: int
     source: int
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
 
     @property
     def size(self) -> int:
         return sum(p.size for p in self.parts)
 
-    def plain(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def of(cls, plain: dict[str, Any]) -> Piece:
-        return cls(plain["number"], plain["source"], tuple(Part(**p) for p in plain["parts"]))
+    def from_dict(cls, plain: dict[str, Any]) -> WorkUnit:
+        return cls(plain["number"], plain["source"], tuple(FilePart(**p) for p in plain["parts"]))
+
+
+def with_absolute_paths(piece: WorkUnit) -> WorkUnit:
+    """The piece with paths that do not depend on the folder a worker starts in."""
+    parts = [p if p.path.startswith("hub:") else replace(p, path=os.path.abspath(p.path)) for p in piece.parts]
+    aligned = [p if p.target is None else replace(p, target=os.path.abspath(p.target)) for p in parts]
+    return replace(piece, parts=tuple(aligned))
 
 
 def find_files(spec: str) -> list[Path]:
@@ -63,7 +79,7 @@ def find_files(spec: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        found = [p for p in sorted(path.rglob("*")) if p.is_file() and readable_kind(p) and not hidden(p, path)]
+        found = [path / name for name in sorted(names_below(path), key=lambda name: name.split(os.sep))]
         if not found:
             raise UserError(
                 f"the folder {path} holds no file that can be read ({', '.join((*TABLES, '.txt', '.md'))}, ...)"
@@ -78,12 +94,26 @@ def find_files(spec: str) -> list[Path]:
     raise UserError(f"there is no file or folder {spec!r}{did_you_mean(path.name, neighbours)}")
 
 
-def readable_kind(path: Path) -> bool:
-    return suffix_of(path) in (*TABLES, *PAGES, *ARCHIVES, *TEXTS)
+def unread_files(spec: str) -> list[Path]:
+    """The files in a folder that are left out because of their endings."""
+    path = Path(spec).expanduser()
+    return [path / name for name in sorted(names_below(path, readable=False))] if path.is_dir() else []
 
 
-def hidden(path: Path, base: Path) -> bool:
-    return any(part.startswith((".", "__pycache__")) for part in path.relative_to(base).parts)
+def names_below(base: Path, *, readable: bool = True) -> Iterator[str]:
+    """The files in a folder whose endings are known, or the others; hidden ones left out."""
+    for folder, inner, files in os.walk(base):
+        inner[:] = [name for name in inner if not name.startswith((".", "__pycache__"))]
+        below = os.path.relpath(folder, base)
+        for name in files:
+            if not name.startswith((".", "__pycache__")) and readable_kind(name) == readable:
+                yield name if below == "." else os.path.join(below, name)
+
+
+def readable_kind(name: str) -> bool:
+    inner, last = os.path.splitext(name.lower())
+    suffix = os.path.splitext(inner)[1] if last in COMPRESSED else last
+    return suffix in READABLE
 
 
 def package_files(name: str) -> list[Path]:
@@ -101,39 +131,44 @@ def package_files(name: str) -> list[Path]:
     return [p for p in inside if p.is_file() and p.stat().st_size > 0]
 
 
-def plan_pieces(config: DataConfig) -> list[Piece]:
+def plan_pieces(config: DataConfig) -> list[WorkUnit]:
     """All work in a fixed order: big files cut, small ones together, each piece about `shard_mb` of input."""
     size = config.shard_mb << 20
-    pieces: list[Piece] = []
+    pieces: list[WorkUnit] = []
     for source, spec in enumerate(config.paths):
         if config.weights and config.weights[source] == 0:
             continue
-        waiting: list[Part] = []
+        waiting, held = list[FilePart](), 0
         for part in plan_parts(config, source, spec, size):
-            if waiting and sum(p.size for p in waiting) + part.size > size:
-                pieces.append(Piece(len(pieces), source, tuple(waiting)))
-                waiting = []
+            if waiting and held + part.size > size:
+                pieces.append(WorkUnit(len(pieces), source, tuple(waiting)))
+                waiting, held = [], 0
             waiting.append(part)
-        pieces.append(Piece(len(pieces), source, tuple(waiting)))
+            held += part.size
+        pieces.append(WorkUnit(len(pieces), source, tuple(waiting)))
     return pieces
 
 
-def plan_parts(config: DataConfig, source: int, spec: str, size: int) -> Iterator[Part]:
+def plan_parts(config: DataConfig, source: int, spec: str, size: int) -> Iterator[FilePart]:
     if spec.startswith("hub:"):
         shards = hub_shards(spec)
-        yield from (Part(spec, i, shards, size=size) for i in range(shards))  # their true sizes are not known
+        yield from (FilePart(spec, i, shards, size=size) for i in range(shards))  # their true sizes are not known
         return
     files = find_files(spec)
     if config.targets:
-        yield from pair_parts(files, find_files(config.targets[source]), size)
+        yield from pair_parts(files, find_files(config.targets[source]), config, size)
         return
-    compressed = sum(p.suffix.lower() in COMPRESSED for p in files)
+    compressed = sum(str(path).lower().endswith(COMPRESSED) for path in files)
     for path in files:
         yield from cut_file(path, config, size, strips=-(-STRIPS // compressed) if compressed else 1)
 
 
-def cut_file(path: Path, config: DataConfig, size: int, *, strips: int) -> Iterator[Part]:
-    total, kind = path.stat().st_size, suffix_of(path)
+def cut_file(path: Path, config: DataConfig, size: int, *, strips: int) -> Iterator[FilePart]:
+    total = os.stat(path).st_size
+    if total * EXPANSION <= size:  # small, whatever it is
+        yield FilePart(str(path), size=total)
+        return
+    kind = suffix_of(path)
     if kind == ".parquet" and total > size:
         yield from row_groups(path, size)
         return
@@ -143,21 +178,23 @@ def cut_file(path: Path, config: DataConfig, size: int, *, strips: int) -> Itera
     else:
         count = -(-total // size)
     whole = count <= 1 or kind in (".json", ".csv", ".tsv", ".parquet", *PAGES, *ARCHIVES)
-    if whole or not cuttable(path, config.encoding):
-        yield Part(str(path), size=total)
+    if whole or not cuttable(path, config):
+        yield FilePart(str(path), size=total)
         return
     for i in range(count):
-        yield Part(str(path), i * size, (i + 1) * size if i + 1 < count else None, size=total // count)
+        yield FilePart(str(path), i * size, (i + 1) * size if i + 1 < count else None, size=total // count)
 
 
-def cuttable(path: Path, encoding: str) -> bool:
-    """Whether a newline is one byte there: not in UTF-16, which a file's first two bytes may say as well."""
+def cuttable(path: Path, config: DataConfig) -> bool:
+    """Whether parts of a file can be read on their own: its first bytes may name another encoding."""
+    if suffix_of(path) in TABLES:
+        return True
     with open_bytes(path) as stream:
-        marked = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return not marked and "\n".encode(encoding) == b"\n"
+        encoding, _ = detect_encoding(stream.read(4), config.encoding)
+    return can_split(encoding, config.documents)
 
 
-def row_groups(path: Path, size: int) -> Iterator[Part]:
+def row_groups(path: Path, size: int) -> Iterator[FilePart]:
     import pyarrow
     import pyarrow.parquet
 
@@ -165,37 +202,98 @@ def row_groups(path: Path, size: int) -> Iterator[Part]:
         with pyarrow.parquet.ParquetFile(path) as file:
             sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
     except (pyarrow.ArrowException, OSError):
-        yield Part(str(path), size=path.stat().st_size)  # whoever reads it will count it as damaged
+        yield FilePart(str(path), size=path.stat().st_size)  # whoever reads it will count it as damaged
         return
     start, held = 0, 0
     for group, grown in enumerate(sizes):
         held += grown
         if held >= size or group + 1 == len(sizes):
-            yield Part(str(path), start, group + 1, size=held)
+            yield FilePart(str(path), start, group + 1, size=held)
             start, held = group + 1, 0
 
 
-def pair_parts(files: list[Path], targets: list[Path], size: int) -> Iterator[Part]:
-    """Stretches of lines of two aligned files."""
+def pair_parts(files: list[Path], targets: list[Path], config: DataConfig, size: int) -> Iterator[FilePart]:
+    """Stretches of lines of two aligned files, with where they begin in both."""
     if len(files) != len(targets):
         raise UserError(
             f"{len(files)} files are to be aligned with {len(targets)}: {files[0]}, ... and {targets[0]}, ..."
         )
     for path, target in zip(files, targets, strict=True):
-        lines, others = count_lines(path), count_lines(target)
+        lines, others = count_lines(path, config.encoding), count_lines(target, config.encoding)
         if lines != others:
             raise UserError(f"{path} has {lines} lines and {target} has {others}; aligned files need the same number")
         total = path.stat().st_size
-        count = max(1, total // size)
+        count = max(1, total // size) if single_newlines(path, config) and single_newlines(target, config) else 1
+        if {path.suffix.lower(), target.suffix.lower()} & {*COMPRESSED}:
+            count = min(count, STRIPS)  # each is decompressed from the start
         edges = [lines * i // count for i in range(count + 1)]
-        for start, stop in pairwise(edges):
-            yield Part(str(path), start, stop, target=str(target), size=total // count)
+        starts, target_starts = (line_starts(side, edges[:-1]) for side in (path, target))
+        for (first, last), start, other in zip(pairwise(edges), starts, target_starts, strict=True):
+            yield FilePart(
+                str(path), start, target=str(target), size=total // count,
+                target_start=other, first_line=first, lines=last - first,
+            )  # fmt: skip
 
 
-def count_lines(path: Path) -> int:
+def single_newlines(path: Path, config: DataConfig) -> bool:
+    """Whether every byte 10 of a file is a newline."""
+    with open_bytes(path) as stream:
+        encoding, _ = detect_encoding(stream.read(4), config.encoding)
+    return can_split(encoding, "line") and "\n".encode(encoding) == b"\n"
+
+
+def count_lines(path: Path, encoding: str) -> int:
     newlines, last = 0, b"\n"
     with open_bytes(path) as stream:
-        while block := stream.read(1 << 20):
-            newlines += block.count(b"\n")
-            last = block[-1:]
+        for block in text_blocks(stream, 0, None, encoding=encoding, unit="line", size=1 << 20):
+            newlines += block.data.count(b"\n")
+            last = block.data[-1:]
     return newlines + (last != b"\n")
+
+
+def line_starts(path: Path, numbers: list[int]) -> list[int]:
+    """The byte offsets at which lines of these numbers begin, from one pass; the first number is 0."""
+    starts, place, seen = [0], 0, 0
+    with open_bytes(path) as stream:
+        while len(starts) < len(numbers) and (block := stream.read(1 << 20)):
+            count = block.count(b"\n")
+            while len(starts) < len(numbers) and numbers[len(starts)] <= seen + count:
+                ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
+                starts.append(place + int(ends[numbers[len(starts)] - seen - 1]) + 1)
+            seen, place = seen + count, place + len(block)
+    return starts
+
+
+def optional(module: str, purpose: str, extra: str = "web") -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise UserError(f"{purpose} need the package {module}: pip install 'plume-lm[{extra}]'") from None
+
+
+def hub_name(spec: str) -> tuple[str, str | None, str]:
+    """`hub:NAME[:CONFIG[:SPLIT]]` taken apart; the split is train unless last_line."""
+    name, configuration, split = [*spec.removeprefix("hub:").split(":"), "", ""][:3]
+    return name, configuration if configuration else None, split if split else "train"
+
+
+def hub_shards(spec: str) -> int:
+    """How many parts of its own a hub dataset has."""
+    return int(getattr(load_hub(spec), "num_shards", 1))
+
+
+def load_hub(spec: str) -> Any:
+    """A hub dataset, streamed unless the hub is off limits; then what the cache holds."""
+    offline = hub_is_offline()
+    datasets = optional("datasets", "hub datasets", "hub")
+    name, configuration, split = hub_name(spec)
+    try:
+        return datasets.load_dataset(name, configuration, split=split, streaming=not offline)
+    except Exception as error:  # the library has many ways to fail; the user needs its last sentence
+        state = "offline" if offline else "online"
+        raise UserError(f"{spec} ({state}): {type(error).__name__}: {str(error).strip().splitlines()[-1]}") from error
+
+
+def hub_rows(spec: str, shard: int, shards: int) -> Iterator[Row]:
+    dataset = load_hub(spec)
+    yield from dataset.shard(num_shards=shards, index=shard) if shards > 1 else dataset

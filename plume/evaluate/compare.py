@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from plume.config import UserError
-from plume.evaluate.metrics import Metric, higher_is_better
 from plume.evaluate.report import TaskReport, read_report, table
-from plume.evaluate.run import Result
+from plume.evaluate.task_run import TaskResult
+from plume.tasks.metrics import Metric, higher_is_better
 
 DRAWS = 10_000
 LIKELY = 0.05
@@ -65,7 +65,7 @@ def difference(a: TaskReport, b: TaskReport, ours: list[dict[str, Any]], theirs:
     metric = a.first.headline
     if metric not in b.first.metrics:
         raise UserError(f"{a.first.task}: the second report has no {metric}; it has {', '.join(b.first.metrics)}")
-    if other := unlike(a.first, b.first, metric):
+    if other := incomparable(a.first, b.first, metric):
         return verdict(a, b, metric, 0, f"not comparable: other {other}", None)
     windows = sizes(ours) == sizes(theirs)  # two tokenizers cut a long text into other windows
     if not windows and metric == "token_perplexity":  # and their tokens are not the same either
@@ -81,7 +81,7 @@ def difference(a: TaskReport, b: TaskReport, ours: list[dict[str, Any]], theirs:
     return verdict(a, b, metric, len(x), "sign flips", sign_flips(x - y), gain)
 
 
-def unlike(a: Result, b: Result, metric: str) -> str:
+def incomparable(a: TaskResult, b: TaskResult, metric: str) -> str:
     """What two results do not share that their comparison depends on; likelihoods of two kinds may still choose."""
     if a.data_hash != b.data_hash:
         return "data"
@@ -107,7 +107,7 @@ def contributions(rows: Sequence[dict[str, Any]], metric: str, *, windows: bool)
         elif isinstance(row.get(metric), int | float):
             found[item, 0].append(float(row[metric]) if higher_is_better(metric) else -float(row[metric]))
         elif metric in ("acc", "mcc"):
-            found[item, 0].append(float(row["said"] == row.get("good", row.get("gold"))))
+            found[item, 0].append(float(row["prediction"] == row.get("good", row.get("gold"))))
         elif "loglikelihood" in row:
             found[item, 0].append(float(row["loglikelihood"]))
     return {key: sum(values) / len(values) for key, values in found.items()}

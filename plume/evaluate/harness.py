@@ -11,12 +11,11 @@ from lm_eval.api.model import LM as HarnessLM
 from lm_eval.api.registry import register_model
 
 from plume.config import EvaluateConfig, SamplingConfig, UserError
-from plume.evaluate.metrics import Metric
-from plume.evaluate.protocols import TooLong, pair, protocol_called, request
-from plume.evaluate.run import Result
-from plume.evaluate.scoring import Request, windows
-from plume.evaluate.store import Store
-from plume.evaluate.subject import Subject
+from plume.evaluate.items import TooLong, find_protocol, pair, request
+from plume.evaluate.subject import ScoreStore, Subject
+from plume.evaluate.task_run import TaskResult
+from plume.inference.scoring import Request, windows
+from plume.tasks.metrics import Metric
 
 NEW_TOKENS = 256  # of a generation task that does not say
 
@@ -30,7 +29,7 @@ class PlumeLM(HarnessLM):  # type: ignore[misc]
         config = EvaluateConfig(model=str(pretrained), tasks=("-",), device=device)
         self.subject = pretrained if isinstance(pretrained, Subject) else Subject(config)
         path = None if self.subject.config.out is None else self.subject.config.out / "scores.sqlite"
-        self.store = Store(path, self.subject.identity)
+        self.store = ScoreStore(path, self.subject.identity)
         self.tokens = 0
 
     @property
@@ -41,7 +40,7 @@ class PlumeLM(HarnessLM):  # type: ignore[misc]
         scorer = self.subject.scorer
         made: list[Request] = []
         for context, continuation in (r.args for r in requests):
-            tokens = pair(context, continuation, scorer.tokenizer, "joined")
+            tokens = pair(context, continuation, scorer.tokenizer, "joint")
             try:
                 made.append(request(*tokens, scorer)[0])
             except TooLong as error:
@@ -67,14 +66,14 @@ class PlumeLM(HarnessLM):  # type: ignore[misc]
             raise UserError(f"{self.subject.name} is a masked model and does not write; leave this task out")
         jobs: list[tuple[list[int], SamplingConfig]] = []
         for prompt, options in (r.args for r in requests):
-            room = self.subject.said.model.context - self.new_tokens(options)
+            room = self.subject.folder_config.model.context - self.new_tokens(options)
             jobs.append((self.subject.tokenizer.encode(prompt)[-room:], self.sampling(options)))
         written = self.subject.write(jobs)
         self.tokens += sum(count for _, count in written)
         return [text for text, _ in written]
 
     def new_tokens(self, options: dict[str, Any]) -> int:
-        limit, context = int(options.get("max_gen_toks", NEW_TOKENS)), self.subject.said.model.context
+        limit, context = int(options.get("max_gen_toks", NEW_TOKENS)), self.subject.folder_config.model.context
         if limit >= context:
             raise UserError(f"{limit} new tokens do not fit into a context of {context}")
         return limit
@@ -90,18 +89,18 @@ class PlumeLM(HarnessLM):  # type: ignore[misc]
         )
 
 
-def run_harness(names: Sequence[str], subject: Subject, config: EvaluateConfig) -> list[Result]:
+def run_harness(names: Sequence[str], subject: Subject, config: EvaluateConfig) -> list[TaskResult]:
     """Tasks of the harness by its own names, or by the files that describe one in its way."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    results: list[Result] = []
+    results: list[TaskResult] = []
     for name in names:
         began, model = time.monotonic(), PlumeLM(subject)
         try:
             task = load_yaml(name) if name.endswith(".yaml") else name
             found = simple_evaluate(
-                model=model, tasks=[task], num_fewshot=config.shots if config.shots else None, limit=config.limit,
+                model=model, tasks=[task], num_fewshot=config.shots, limit=config.limit,
                 fewshot_random_seed=config.seed, bootstrap_iters=100, log_samples=True, verbosity="ERROR",
             )  # fmt: skip
         except UserError:
@@ -122,7 +121,7 @@ def run_harness(names: Sequence[str], subject: Subject, config: EvaluateConfig) 
 
 def as_result(
     task: str, values: dict[str, Any], found: dict[str, Any], model: PlumeLM, config: EvaluateConfig, seconds: float
-) -> Result:
+) -> TaskResult:
     metrics: dict[str, Metric] = {}
     for key, value in values.items():
         name, _, how = key.partition(",")
@@ -133,9 +132,9 @@ def as_result(
     samples = found.get("samples", {}).get(task, [])
     seen = hashlib.sha256("".join(s["doc_hash"] for s in samples).encode()).hexdigest()[:16]
     subject, shots = model.subject, int(found.get("n-shot", {}).get(task, config.shots))
-    return Result(
+    return TaskResult(
         task=f"harness:{task}", model=subject.name, model_hash=subject.hash, parameters=subject.parameters,
-        data="as the harness reads it", data_hash=seen, protocol=protocol_called("harness").said(),
+        data="as the harness reads it", data_hash=seen, protocol=find_protocol("harness").as_dict(),
         shots=shots, seed=config.seed, headline="acc_norm" if "acc_norm" in metrics else next(iter(metrics)),
         metrics=metrics, items=len(samples), tokens=model.tokens, cut=0, skipped=0, scored=model.store.fresh,
         reused=model.store.reused, seconds=seconds, by_position={}, calibration={},

@@ -1,16 +1,18 @@
-"""What a line of a task becomes: candidates to choose from, a last word, a passage, a question, a blank, a verdict."""
+"""What a row of a task becomes (items), and the protocol by which an item becomes tokens to score."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from plume.config import UserError
+from plume.config import Boundary, ProtocolName, UserError, did_you_mean
+from plume.inference.scoring import Request, Scorer
+from plume.text import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class MultipleChoice:
     """Candidates, one of them right. Each is scored as its continuation after its context."""
 
     where: str
@@ -19,6 +21,8 @@ class Choice:
     names: tuple[str, ...]  # the candidates themselves: their lengths normalise
     gold: int
     neutral: str | None = None  # a text that gives the candidates' probability without the question
+    ties: bool = False  # equal likelihoods count one half
+    group: str = ""  # for a table of its own, such as BLiMP's phenomena
 
     @property
     def solved(self) -> str:
@@ -61,7 +65,7 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A prompt that the model goes on from, and the answers that count as right."""
+    """A prompt that the model continues, and the answers that count as right."""
 
     where: str
     prompt: str
@@ -101,7 +105,7 @@ class Blank:
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """A text that is good or not, told by its mean log-probability after a context."""
+    """A text that is good or not, decided by its mean log-probability after a context."""
 
     where: str
     context: str
@@ -113,11 +117,11 @@ class Judgement:
         return f"{self.context}{self.statement}"
 
 
-Item = Choice | LastWord | Passage | Question | Blank | Judgement
-SOLVABLE = (Choice, LastWord, Question)  # kinds that can stand as examples before another item
+Item = MultipleChoice | LastWord | Passage | Question | Blank | Judgement
+SOLVABLE = (MultipleChoice, LastWord, Question)  # kinds that can stand as examples before another item
 
 
-class Row(dict[str, Any]):
+class TaskRow(dict[str, Any]):
     """A row that knows where it stands, so that what is wrong with it can be found."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
@@ -164,12 +168,12 @@ class Row(dict[str, Any]):
 
 
 def choice(
-    row: Row, context: str, options: Sequence[str], gold: int, *, between: str = " ", neutral: str | None = None
-) -> Choice:
+    row: TaskRow, context: str, options: Sequence[str], gold: int, *, between: str = " ", neutral: str | None = None
+) -> MultipleChoice:
     """Candidates after one context."""
     if empty := [n for n, option in enumerate(options) if not option]:
         raise UserError(f"{row.where}: candidate {empty[0]} is empty, so nothing of it can be scored")
-    return Choice(
+    return MultipleChoice(
         where=row.where,
         contexts=(context,) * len(options),
         continuations=tuple(between + option for option in options),
@@ -177,3 +181,113 @@ def choice(
         gold=gold,
         neutral=neutral,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoringProtocol:
+    """How texts become tokens and numbers, apart from the task itself."""
+
+    name: ProtocolName
+    boundary: Boundary  # joint: encoded together and cut; separate: context and continuation encoded each for itself
+    documents: bool  # long texts document by document, or the whole file as one stream
+    detokenizer: Literal["original", "mended"]  # with the regular expression that never matches, or with it mended
+    choice: str  # the metric that picks a candidate
+    stop_word_filter: bool  # LAMBADA: stop words cannot be the predicted last word
+    cloze: bool  # LAMBADA with examples: fill in the blank
+    unconditional: bool  # candidates of some tasks are divided by their probability after a neutral text
+    delimiter: str  # between few-shot examples
+    stride: int | None = None  # tokens scored per window of a long text; unset means windows do not overlap
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+PROTOCOLS: dict[str, ScoringProtocol] = {
+    # what lm-evaluation-harness does
+    "harness": ScoringProtocol(
+        name="harness",
+        boundary="joint",
+        documents=True,
+        detokenizer="original",
+        choice="acc",
+        stop_word_filter=False,
+        cloze=False,
+        unconditional=False,
+        delimiter="\n\n",
+    ),
+    # Language Models are Unsupervised Multitask Learners
+    "gpt2-paper": ScoringProtocol(
+        name="gpt2-paper",
+        boundary="separate",
+        documents=False,
+        detokenizer="mended",
+        choice="acc",
+        stop_word_filter=True,
+        cloze=False,
+        unconditional=False,
+        delimiter="\n\n",
+    ),
+    # Language Models are Few-Shot Learners
+    "gpt3-paper": ScoringProtocol(
+        name="gpt3-paper",
+        boundary="separate",
+        documents=False,
+        detokenizer="mended",
+        choice="acc_tokens",
+        stop_word_filter=False,
+        cloze=True,
+        unconditional=True,
+        delimiter="\n\n",
+    ),
+}
+
+
+def find_protocol(
+    name: str, *, boundary: Boundary | None = None, stride: int | None = None, stop_word_filter: bool | None = None
+) -> ScoringProtocol:
+    """A protocol by name; what is given besides is changed in it and so in what the results say."""
+    if name not in PROTOCOLS:
+        raise UserError(f"there is no protocol {name!r}{did_you_mean(name, PROTOCOLS)}; all: {', '.join(PROTOCOLS)}")
+    chosen = replace(PROTOCOLS[name], stride=stride)
+    chosen = chosen if boundary is None else replace(chosen, boundary=boundary)
+    return chosen if stop_word_filter is None else replace(chosen, stop_word_filter=stop_word_filter)
+
+
+def pair(context: str, continuation: str, tokenizer: Tokenizer, boundary: Boundary) -> tuple[list[int], list[int]]:
+    """Two texts as tokens, cut where the protocol cuts. Blanks at the context's end belong to the continuation."""
+    bare = context.rstrip()
+    continuation = context[len(bare) :] + continuation
+    if boundary == "separate" or not bare:
+        return tokenizer.encode(bare), tokenizer.encode(continuation)
+    before = tokenizer.encode(bare)
+    after = tokenizer.encode(bare + continuation)[len(before) :]
+    return before, after if after else tokenizer.encode(continuation)  # merged into the context without a trace
+
+
+class TooLong(Exception):
+    """An item that does not fit."""
+
+    def __init__(self, tokens: int, room: int) -> None:
+        super().__init__(f"{tokens} tokens do not fit into the {room} that the model can see")
+
+
+def request(
+    context: Sequence[int], target: Sequence[int], scorer: Scorer, *, filtered: bool = False, cut: bool = True
+) -> tuple[Request, bool]:
+    """A request that fits, and whether the context's beginning was cut off for it.
+
+    After nothing, a target stands after the start token; without one its first token becomes the context.
+    """
+    before, scored = tuple(context), tuple(target)
+    if not before and scorer.causal:
+        before = scorer.start
+        if not before or (len(scored) > 1 and scored[:1] == before):
+            before, scored = scored[:1], scored[1:]
+    if not scored:
+        raise UserError("a candidate has no token that could be scored")
+    total, least = len(before) + len(scored), 1 if scorer.causal else 0
+    if total <= scorer.room:
+        return Request(before, scored, filtered), False
+    if len(scored) + least > scorer.room or not cut:
+        raise TooLong(total, scorer.room)
+    return Request(before[total - scorer.room :], scored, filtered), True

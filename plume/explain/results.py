@@ -1,18 +1,19 @@
-"""What is found inside a model, as plain data: arrays with names, their JSON, and how a notebook shows them."""
+"""Results of explanations as plain data: arrays with names, their JSON, and how a notebook shows them."""
 
-# T tokens, S tokens looked at, L layers, H heads, K head width
+# T tokens, S keys, L layers, H heads, K head width
 
 from __future__ import annotations
 
 import base64
-import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from plume.util.drawings import bar, chances, drawn, picture, table, visible
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int64]
@@ -27,8 +28,18 @@ class Result:
 
     def _repr_html_(self) -> str:
         rows = ((f.name, getattr(self, f.name)) for f in fields(self))
-        cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{_show(value)}</td></tr>" for name, value in rows)
-        return f"<table>{cells}</table>"
+        return table(
+            [f"<b>{name}</b>", value._repr_html_() if isinstance(value, Result) else drawn(value)]
+            for name, value in rows
+        )
+
+
+class DrawnArray(np.ndarray[Any, np.dtype[np.float32]]):
+    """A numpy array that a notebook draws: strips for vectors, a grid for a matrix, one below the other for heads."""
+
+    def _repr_html_(self) -> str:
+        parts = [self] if self.ndim < 3 else list(self)
+        return "<br>".join(f"<figure style='margin:.4em 0'>{drawn(np.asarray(part))}</figure>" for part in parts)
 
 
 @dataclass(frozen=True)
@@ -42,21 +53,16 @@ class Candidates(Result):
     rest: float  # log of the sum of exp(logit) over the tokens that are not listed; -inf when none is left
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td><code>{html.escape(visible(piece))}</code></td>"
-            f"<td style='width:16em'><div style='background:#4477aa;height:.8em;width:{100 * p:.1f}%'></div></td>"
-            f"<td>{100 * p:.2f} %</td></tr>"
-            for piece, p in zip(self.pieces[:10], self.probabilities, strict=False)
-        )
-        return f"<table>{rows}</table>"
+        return chances(zip(self.pieces[:10], map(float, self.probabilities), strict=False))
 
 
 @dataclass(frozen=True)
 class Steps(Result):
-    """Every number between one head's query and what it passes on, for one token that asks."""
+    """Every number between one head's query and its output, for one query token."""
 
-    query: int  # place of the asking token
-    seen: tuple[int, ...]  # places it may look at, S of them
+    query: int  # position of the query token
+    keys: tuple[int, ...]  # positions that the mask leaves it, S of them
+    pieces: tuple[str, ...]  # the tokens there
     q: Floats  # (K,)
     k: Floats  # (S, K)
     v: Floats  # (S, K)
@@ -65,36 +71,82 @@ class Steps(Result):
     weights: Floats  # (S,) softmax of scaled
     output: Floats  # (K,) sum of weights times v
 
+    def _repr_html_(self) -> str:
+        """The walk of one head: its query, every key with score, weight and value, and the sum."""
+        head = ("key", "k", "q · k", f"÷ √{len(self.q)}", "softmax", "", "v")
+        rows = (
+            [f"<code>{visible(self.pieces[i])}</code>", picture(self.k[i], size=6), f"{self.scores[i]:.3f}",
+             f"{self.scaled[i]:.3f}", f"{w:.2%}", bar(float(w)), picture(self.v[i], size=6)]
+            for i, w in enumerate(self.weights)
+        )  # fmt: skip
+        ends = table([["q", picture(self.q, size=6)], ["Σ softmax · v", picture(self.output, size=6)]])
+        return ends + table(rows, head)
+
 
 @dataclass(frozen=True)
 class Lens(Result):
-    """What would be said after each layer. Row 0 is the embedding; the last row is the model's real answer."""
+    """The logit lens: the head read after each layer. Row 0 is the embedding, the last row the model's own answer."""
 
     tokens: Ints  # (L + 1, T, k)
     pieces: tuple[tuple[tuple[str, ...], ...], ...]
     probabilities: Floats  # (L + 1, T, k)
 
+    def _repr_html_(self) -> str:
+        """The likeliest token after each layer, with its probability as bold as it is sure."""
+        rows = (
+            [f"layer {i}" if i else "embedding", *(f"<code title='{p[0]:.2%}' style='opacity:{0.35 + 0.65 * p[0]:.2f}'>"
+             f"{visible(cell[0])}</code>" for cell, p in zip(row, self.probabilities[i], strict=True))]
+            for i, row in enumerate(self.pieces)
+        )  # fmt: skip
+        return table(rows)
+
 
 @dataclass(frozen=True)
 class Contributions(Result):
-    """How far each part moves the residual stream along the direction of the final answer.
+    """Direct contributions to a logit, position by position: see plume.explain.contributions.
 
-    The direction is the slope of (the answer's logit minus the mean logit), with every norm's divisor held as it was.
-    With a linear head embedding, attention, MLPs and biases add up to that difference exactly.
+    embedding + attention + cross + mlp + bias + head = total. A head for whole texts reads one position: others are 0.
     """
 
-    answer: Ints  # (T,) the likeliest token at each place
-    pieces: tuple[str, ...]
+    answer: Ints  # (T,) index of the explained logit
+    names: tuple[str, ...]  # (T,) its token or label
     embedding: Floats  # (T,)
-    attention: Floats  # (L, T)
+    attention: Floats  # (L, T) with the bias of the output projection
+    heads: Floats  # (L, H, T) without it
+    cross: Floats  # (L, T) of a decoder with an encoder, else (0, T)
+    cross_heads: Floats  # (L, H, T), else (0, 1, T)
     mlp: Floats  # (L, T)
-    bias: Floats  # (T,) what the norms after the stack's parts add
-    total: Floats  # (T,) the answer's logit minus the mean logit
+    bias: Floats  # (T,) of the norms
+    head: Floats  # (T,) what the head adds that is not linear in the hidden state, and its bias
+    total: Floats  # (T,) the logit, minus the mean logit where a softmax goes over several
+
+
+@dataclass(frozen=True)
+class Effects(Result):
+    """How a logit changes under each intervention alone."""
+
+    part: str
+    value: str
+    effect: Floats  # (L, H) for heads, else (L, T) or (L + 1, T): logit after minus logit before
+    before: float
+
+
+@dataclass(frozen=True)
+class Attribution(Result):
+    """How much each token counts for a logit."""
+
+    method: str
+    scores: Floats  # (T,)
+    source_scores: Floats | None  # of an encoder-decoder's source
+    total: float  # sum of all scores
+    logit: float  # of the text
+    baseline: float  # logit of the baseline text; 0 for gradient times input
+    steps: int
 
 
 @dataclass(frozen=True)
 class Surprise(Result):
-    """How unexpected each token was. Without a start token the first one has no expectation: NaN, rank -1."""
+    """Surprisal of each token. Without a start token the first one has no prediction: NaN, rank -1."""
 
     surprisal: Floats  # (T,) -ln p of the token that is there
     entropy: Floats  # (T,) of the distribution it was drawn from, in nats
@@ -108,17 +160,30 @@ class Surprise(Result):
 
 
 @dataclass(frozen=True)
-class HeadProperties(Result):
-    """What kind of head each one is on this text, (L, H)."""
+class HeadScores(Result):
+    """Mean attention weight of each head by where it goes, (L, H)."""
 
-    to_previous: Floats  # mean weight on the token just before
-    to_first: Floats  # mean weight on the first token
-    to_same: Floats  # mean weight on other places with the same token, where there are any
-    distance: Floats  # mean distance looked at, in tokens
+    previous: Floats  # on the previous token
+    first: Floats  # on the first token
+    duplicate: Floats  # on other positions with the same token, where there are any
+    induction: Floats  # on the token after an earlier copy of this one, where there is one
+    distance: Floats  # mean distance between query and key, in tokens
+
+
+@dataclass(frozen=True)
+class HeadKinds(Result):
+    """The name of each head's kind, or the empty string, and the scores that it comes from."""
+
+    names: tuple[tuple[str, ...], ...]  # (L, H): previous, first, duplicate, induction or nothing
+    scores: HeadScores
+
+    def _repr_html_(self) -> str:
+        heads = ("", *(f"head {i}" for i in range(len(self.names[0]))))
+        return table(([f"layer {i}", *row] for i, row in enumerate(self.names)), heads) + self.scores._repr_html_()
 
 
 def as_json(value: Any) -> Any:
-    """Plain lists and numbers of six digits; what JSON has no word for (NaN, infinities) is null."""
+    """Plain lists and numbers of six digits; NaN and infinities are null."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: as_json(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, np.ndarray):
@@ -132,32 +197,7 @@ def as_json(value: Any) -> Any:
     return value
 
 
-def packed(array: Floats) -> dict[str, Any]:
-    """An array as half precision in base64: a quarter of the size of digits."""
-    half = np.ascontiguousarray(array, dtype="<f2")
-    return {"shape": list(half.shape), "f16": base64.b64encode(half.tobytes()).decode("ascii")}
-
-
-def visible(piece: str) -> str:
-    """A token's text with its white space shown."""
-    return piece.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥")
-
-
-def matrix_svg(matrix: Floats, pieces: Sequence[str], size: int = 12) -> str:
-    """A matrix as a picture; hovering a cell says from whom to whom."""
-    cells = "".join(
-        f"<rect x='{j * size}' y='{i * size}' width='{size}' height='{size}' fill='#223a5e' "
-        f"fill-opacity='{float(w):.3f}'><title>{html.escape(visible(pieces[i]))} → {html.escape(visible(pieces[j]))} "
-        f"{float(w):.3f}</title></rect>"
-        for i, row in enumerate(matrix[:64])
-        for j, w in enumerate(row[:64])
-        if w > 0.001
-    )
-    side = size * min(len(matrix), 64)
-    return f"<svg xmlns='http://www.w3.org/2000/svg' width='{side}' height='{side}' class='matrix'>{cells}</svg>"
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, np.ndarray) and value.size > 8:
-        return html.escape(f"array {value.shape}, {np.nanmin(value):.4g} to {np.nanmax(value):.4g}")
-    return html.escape(str(as_json(value))[:400])
+def packed(array: Floats, precision: Literal["f16", "f32"] = "f16") -> dict[str, Any]:
+    """An array in base64, at half precision or whole."""
+    raw = np.ascontiguousarray(array, dtype=f"<{precision[0]}{int(precision[1:]) // 8}")
+    return {"shape": list(raw.shape), precision: base64.b64encode(raw.tobytes()).decode("ascii")}

@@ -1,62 +1,69 @@
-"""One thread that drives one engine for everybody: requests join and leave between tokens, clients take turns."""
+"""One thread per model shares out its compute: sequences in batches, readings in slices, clients in turn."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from plume.generate.continuation import Choice, Continuation
-from plume.generate.engine import Logits
-from plume.generate.runner import Runner
+from plume.inference.batcher import Batcher, common
+from plume.inference.engine import Engine, Logits
+from plume.inference.sequences import SequenceState, TokenChoice
 
-PROMPT_ROOM = 256  # prompt tokens read in one step, which everybody who writes waits for
-LOOKS_PER_STEP = 2  # questions about a text that are answered between two steps of those who write
+T = TypeVar("T")
+READ_TOKENS = 256  # most prompt tokens that one step or slice reads
+SLICE_SECONDS = 0.02  # compute of a reading before another request may have the turn
+GENERATION_SHARE = 2 / 3  # of the time, while there is work of both kinds
+MOST_LEAD = 0.5  # seconds, weighted by the shares, that generation or reading may be ahead of the other
+CHUNK = 4096  # items of a long list between two pauses
+SLOT_SECONDS = 0.25  # compute of a reading before another may take its cache slot
 
 
 class Busy(Exception):
-    """The queue is full; come again after so many seconds."""
+    """The queue is full; retry after so many seconds."""
 
     def __init__(self, retry_after: int) -> None:
-        super().__init__(f"the server is busy; try again in {retry_after} s")
+        super().__init__(f"the queue is full; retry in {retry_after} s")
         self.retry_after = retry_after
 
 
 class TimedOut(Exception):
-    """The request took longer than the server allows."""
+    """The deadline of a request has passed."""
 
     def __init__(self) -> None:
-        super().__init__("the request took longer than the server allows")
+        super().__init__("the request took longer than the server's timeout")
 
 
 class Closed(Exception):
-    """Nobody drives this engine any more."""
+    """The model is being closed."""
 
     def __init__(self) -> None:
-        super().__init__("this model is being closed; try again")
+        super().__init__("this model is being closed; retry")
 
 
-DEADLINE = ContextVar("DEADLINE", default=math.inf)  # until when whoever asks from this thread may go on looking
+class Cancelled(Exception):
+    """The client has disconnected."""
 
 
 @dataclass(frozen=True)
-class Move:
+class Update:
     """What is new of one sequence after a step."""
 
     text: str
-    choices: tuple[Choice, ...]
+    choices: tuple[TokenChoice, ...]
     finish_reason: str | None
     error: Exception | None = None
 
 
-class Insulated(Continuation):
-    """A continuation whose own failure ends it alone, not the step that others share with it."""
+class FaultIsolatedSequence(SequenceState):
+    """A sequence whose own failure ends it alone, not the batch it is in."""
 
     error: Exception | None = None
 
@@ -69,36 +76,153 @@ class Insulated(Continuation):
 
 
 @dataclass(eq=False)
-class Ticket:
-    """One sequence on its way through the scheduler."""
+class ScheduledSequence:
+    """One sequence in the scheduler, waiting or running."""
 
-    continuation: Insulated
+    sequence: FaultIsolatedSequence
     client: str
     deadline: float
-    on_move: Callable[[Move], None]  # called in the scheduler's thread; must not block
+    on_update: Callable[[Update], None]  # called in the scheduler's thread; must not block
     arrived: float = field(default_factory=time.monotonic)
-    told: int = 0  # choices handed out so far
-    seated: float | None = None  # when it got a slot
+    reported: int = 0  # tokens passed to on_update so far
+    started: float | None = None
     first_token: float | None = None
 
-    def move(self) -> Move:
-        new = tuple(self.continuation.choices[self.told :])
-        self.told += len(new)
+    def update(self) -> Update:
+        new = tuple(self.sequence.choices[self.reported :])
+        self.reported += len(new)
         if new and self.first_token is None:
             self.first_token = time.monotonic()
-        return Move(self.continuation.news(), new, self.continuation.finish_reason, self.continuation.error)
+        return Update(self.sequence.news(), new, self.sequence.finish_reason, self.sequence.error)
 
 
-@dataclass(frozen=True)
-class Look:
-    tokens: Sequence[int]
-    wanted: int
-    answer: Future[Logits]
+class Reading:
+    """A request that generates nothing, in a thread of its own, which computes only while it has the turn."""
+
+    def __init__(self, scheduler: Scheduler, client: str, deadline: float) -> None:
+        self.scheduler, self.client, self.deadline = scheduler, client, deadline
+        self.used = 0.0  # seconds of compute
+        self.wants_slot = False
+        self.slot_until = math.inf  # compute after which another reading may take the slot
+        self.cancelled: type[Exception] | None = None
+        self.started = False
+        self.granted = threading.Event()
+        self.since = 0.0  # when it got the turn
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do the work in this thread; `pause` inside it takes the turn and passes it on."""
+        self.started = True
+        token = CURRENT.set(self)
+        try:
+            self.check()
+            return work()
+        finally:
+            CURRENT.reset(token)
+            self.scheduler.end_reading(self)
+
+    def check(self) -> None:
+        """Raise when nobody waits for the result any more."""
+        if self.cancelled is not None:
+            raise self.cancelled
+        if time.monotonic() > self.deadline:
+            raise TimedOut
+
+    def cancel(self, reason: type[Exception] = Cancelled) -> None:
+        with self.scheduler.changed:
+            if self.scheduler.is_reading(self):
+                self.scheduler.counters.cancelled += 1
+            self.cancelled = reason
+            self.granted.set()
+            if not self.started:
+                self.scheduler.end_reading(self)
+
+    def pause(self) -> None:
+        """Called between two parts of the work: wait for the turn, or pass it on after a slice."""
+        self.check()
+        if self.scheduler.holder is not self or time.monotonic() - self.since > SLICE_SECONDS:
+            self._take_turn()
+
+    @contextmanager
+    def alone(self, lock: threading.Lock) -> Iterator[None]:
+        """Hold a lock across pauses. The turn is passed on before: who has the lock may need it."""
+        with self.scheduler.changed:
+            self.scheduler.end_turn(self)
+            self.scheduler.changed.notify_all()
+        while not lock.acquire(timeout=0.05):
+            self.check()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _take_turn(self) -> None:
+        scheduler = self.scheduler
+        with scheduler.changed:
+            scheduler.end_turn(self)
+            self.granted.clear()
+            self.check()
+            scheduler.ready.append(self)
+            scheduler.changed.notify_all()
+        self.granted.wait(max(0.0, self.deadline - time.monotonic()))
+        with scheduler.changed:
+            if self in scheduler.ready:
+                scheduler.ready.remove(self)
+            self.check()
+        self.since = time.monotonic()
+
+    def logits(self, tokens: Sequence[int], wanted: int) -> Logits:
+        """The logits of the last tokens, read in parts into the slot that readings share."""
+        batcher = self.scheduler.batcher
+        assert batcher is not None
+        self._take_slot()
+        known = max(common(tokens, read) for read in batcher.read)
+        for end in range(known + READ_TOKENS, len(tokens) - wanted, READ_TOKENS):
+            self._read(batcher, tokens[:end], 1)
+            self._take_slot()
+        return self._read(batcher, tokens, wanted)
+
+    def _take_slot(self) -> None:
+        self.wants_slot = True
+        if self.scheduler.slot_owner is self:
+            self.pause()
+        else:
+            self._take_turn()
+        if self.scheduler.slot_owner is not self:
+            self.scheduler.slot_owner, self.slot_until = self, self.used + SLOT_SECONDS
+
+    def _read(self, batcher: Batcher, tokens: Sequence[int], wanted: int) -> Logits:
+        token = CURRENT.set(None)  # a step of the engine is one part
+        try:
+            return batcher.logits_for(tokens, wanted)
+        finally:
+            CURRENT.reset(token)
+
+
+CURRENT: ContextVar[Reading | None] = ContextVar("CURRENT", default=None)
+
+
+def pause(*_: Any) -> None:
+    """Between two parts of a reading, such as the layers of a model; nothing in any other thread."""
+    if (reading := CURRENT.get()) is not None:
+        reading.pause()
+
+
+def chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """A long list in parts, with a pause between two of them."""
+    for at in range(0, len(items), CHUNK):
+        if at:
+            pause()
+        yield items[at : at + CHUNK]
+
+
+def unhurried(items: Sequence[T]) -> Iterator[T]:
+    """The items of a list that may be long, with pauses."""
+    return itertools.chain.from_iterable(chunks(items))
 
 
 @dataclass
 class Counters:
-    """Plain totals; the metrics page reads them."""
+    """Totals for /metrics."""
 
     steps: int = 0
     tokens: int = 0
@@ -109,202 +233,266 @@ class Counters:
 
 
 class Scheduler:
-    """Owns a runner. Everything else talks to it through `submit`, `cancel` and `look`.
+    """Owns the batcher of one model, or none where the model does not generate.
 
-    One slot of the engine is never given to a writer, so that a look always finds room.
+    While there is work of both kinds, generation gets GENERATION_SHARE of the time. Clients take turns for the free
+    slots; the next slice of reading goes to the client that has used the least, and of its readings to the one that
+    has. One slot of the engine is kept for readings.
     """
 
-    def __init__(self, runner: Runner, *, queue: int, name: str = "model") -> None:
-        self.runner, self.queue = runner, queue
-        runner.prompt_room = PROMPT_ROOM
-        self.seats = max(1, runner.engine.slots - 1)
+    def __init__(self, batcher: Batcher | None, *, queue: int, name: str = "model") -> None:
+        self.batcher, self.queue = batcher, queue
+        self.slots = 0
+        if batcher is not None:
+            batcher.prompt_tokens_per_step = READ_TOKENS
+            self.slots = max(1, batcher.engine.slots - 1)
         self.counters = Counters()
-        self._waiting: OrderedDict[str, deque[Ticket]] = OrderedDict()  # by client; the first one's turn is next
-        self._seated: dict[int, Ticket] = {}  # by id of the continuation
-        self._inbox: deque[Ticket] = deque()
-        self._leaving: deque[Ticket] = deque()
-        self._looks: deque[Look] = deque()
-        self._news = threading.Condition()
+        self.changed = threading.Condition()
+        self.ready: list[Reading] = []  # that wait for the turn
+        self.holder: Reading | None = None  # that has the turn
+        self.slot_owner: Reading | None = None
+        self._readings: set[Reading] = set()
+        self._spent: dict[str, float] = {}  # seconds of compute of readings, by client
+        self._waiting: OrderedDict[str, deque[ScheduledSequence]] = OrderedDict()  # by client; the first is next
+        self._running: dict[int, ScheduledSequence] = {}  # by id of the sequence
+        self._inbox: deque[ScheduledSequence] = deque()
+        self._leaving: deque[ScheduledSequence] = deque()
         self._closed = False
-        self._seconds = 1.0  # how long an answer takes, a running mean
+        self._lead = 0.0  # weighted seconds that readings had more than their share
+        self._seconds = 1.0  # that a sequence takes, a running mean
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"plume-scheduler-{name}")
         self._thread.start()
 
-    # -- what others call, from any thread
+    # -- called from any thread
 
     @property
     def waiting(self) -> int:
-        return len(self._inbox) + sum(len(line) for line in self._waiting.values())
+        with self.changed:
+            return len(self._inbox) + sum(map(len, self._waiting.values()))
 
     @property
-    def room(self) -> int:
-        """Sequences that it takes when it has nothing to do."""
-        return self.queue + self.seats
+    def running(self) -> int:
+        return len(self._running)
 
     @property
-    def active(self) -> int:
-        return len(self._seated)
+    def reading(self) -> int:
+        return len(self._readings)
 
-    def submit(self, tickets: Sequence[Ticket]) -> None:
-        """Put the sequences of one request in line, all or none."""
-        with self._news:
+    def is_reading(self, reading: Reading) -> bool:
+        return reading in self._readings
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self._running or self._readings)
+
+    @property
+    def capacity(self) -> int:
+        """Sequences that it takes when it is idle."""
+        return self.queue + self.slots
+
+    def submit(self, requests: Sequence[ScheduledSequence]) -> None:
+        """Queue the sequences of one request, all or none."""
+        with self.changed:
             if self._closed:
                 raise Closed
-            line = self.waiting
-            if line + len(tickets) > self.queue + max(0, self.seats - self.active):
-                raise Busy(max(1, math.ceil((line + 1) / self.seats * self._seconds)))
-            self._inbox.extend(tickets)
-            self._news.notify()
+            queued = Counter(r.client for r in self._inbox) + Counter({c: len(q) for c, q in self._waiting.items()})
+            free = max(0, self.slots - self.running)
+            wait = max(1, math.ceil((queued.total() + 1) / max(1, self.slots) * self._seconds))
+            self._admit(queued, requests[0].client, len(requests), free, wait)
+            self._inbox.extend(requests)
+            self.changed.notify_all()
 
-    def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Nobody waits for these any more."""
-        with self._news:
-            self._leaving.extend(tickets)
-            self._news.notify()
-
-    def look(self, tokens: Sequence[int], wanted: int = 1) -> Future[Logits]:
-        """The logits of the last `wanted` tokens, between two steps of those who write."""
-        answer: Future[Logits] = Future()
-        with self._news:
+    def start_reading(self, client: str, deadline: float) -> Reading:
+        with self.changed:
             if self._closed:
                 raise Closed
-            if len(self._looks) >= self.queue:
-                raise Busy(1)
-            self._looks.append(Look(tokens, wanted, answer))
-            self._news.notify()
-        return answer
+            self._admit(Counter(r.client for r in self._readings), client, 1, 0, 2)
+            reading = Reading(self, client, deadline)
+            self._readings.add(reading)
+            self._spent.setdefault(client, min(self._spent.values(), default=0.0))
+            return reading
+
+    def _admit(self, queued: Counter[str], client: str, count: int, free: int, retry_after: int) -> None:
+        """A full queue refuses, but a client that has nothing in it may add to it up to twice its length."""
+        limit = self.queue if queued[client] else 2 * self.queue
+        if queued.total() + count > limit + free:
+            raise Busy(retry_after)
+
+    def cancel(self, requests: Sequence[ScheduledSequence]) -> None:
+        """Remove sequences whose client has gone."""
+        with self.changed:
+            self._leaving.extend(requests)
+            self.changed.notify_all()
 
     def close(self) -> None:
-        """Stop after the step under way; whoever still waits is told."""
-        with self._news:
+        """Stop after the current step or slice; requests that are left fail with `Closed`."""
+        with self.changed:
             self._closed = True
-            self._news.notify()
+            for reading in list(self._readings):
+                reading.cancel(Closed)
+            self.changed.notify_all()
         self._thread.join()
 
-    # -- the thread
+    # -- called from the threads of readings
+
+    def end_turn(self, reading: Reading) -> None:
+        """Take the turn back and account for it. Holds the lock."""
+        if self.holder is not reading:
+            return
+        seconds = time.monotonic() - reading.since
+        reading.used += seconds
+        self._spent[reading.client] = self._spent.get(reading.client, 0.0) + seconds
+        if self.slot_owner is reading and reading.used > reading.slot_until:
+            self.slot_owner = None
+        self.holder = None
+
+    def end_reading(self, reading: Reading) -> None:
+        with self.changed:
+            self.end_turn(reading)
+            if self.slot_owner is reading:
+                self.slot_owner = None
+            self._readings.discard(reading)
+            if not any(other.client == reading.client for other in self._readings):
+                self._spent.pop(reading.client, None)
+            self.changed.notify_all()
+
+    # -- the scheduler's own thread
 
     def _run(self) -> None:
         while True:
-            with self._news:
-                self._news.wait_for(lambda: self._closed or self._has_work())
+            with self.changed:
+                self.changed.wait_for(lambda: self._closed or self._has_work())
                 if self._closed:
                     break
                 while self._inbox:
-                    ticket = self._inbox.popleft()
-                    self._waiting.setdefault(ticket.client, deque()).append(ticket)
+                    request = self._inbox.popleft()
+                    self._waiting.setdefault(request.client, deque()).append(request)
                 leaving = list(self._leaving)
                 self._leaving.clear()
-                looks = [self._looks.popleft() for _ in range(min(LOOKS_PER_STEP, len(self._looks)))]
-            for ticket in leaving:
-                self.counters.cancelled += self._remove(ticket)
+            for request in leaving:
+                self.counters.cancelled += self._remove(request)
             self._expire()
-            for look in looks:
-                self._answer(look)
-            self._seat()
-            self._step()
-        self._give_up(Closed())
+            self._fill_slots()
+            self._next_part()
+        self._fail_all(Closed())
 
     def _has_work(self) -> bool:
-        return bool(self._inbox or self._leaving or self._looks or self._waiting or self._seated)
+        return bool(self._inbox or self._leaving or self._waiting or self._running or self.ready)
 
-    def _seat(self) -> None:
-        """Fill the free seats, one sequence of each client in turn."""
-        while self._waiting and len(self._seated) < self.seats:
-            with self._news:
+    def _next_part(self) -> None:
+        """One step of the batch or one slice of a reading, whichever kind had less time."""
+        if not self._running or not self.ready:
+            self._lead = 0.0
+        if self._running and (not self.ready or self._lead >= 0):
+            began = time.monotonic()
+            self._step()
+            self._lead = max(-MOST_LEAD, self._lead - (1 - GENERATION_SHARE) * (time.monotonic() - began))
+        elif self.ready:
+            self._slice()
+
+    def _slice(self) -> None:
+        """Give the turn to one reading and wait until it comes back."""
+        with self.changed:
+            owner = self.slot_owner
+            able = [r for r in self.ready if not (r.wants_slot and owner is not None and owner is not r)]
+            if not able:
+                return
+            self.holder = chosen = min(able, key=lambda r: (self._spent.get(r.client, 0.0), r.used))
+            self.ready.remove(chosen)
+            chosen.since = time.monotonic()
+            chosen.granted.set()
+            began = chosen.since
+            self.changed.wait_for(lambda: self.holder is not chosen)
+        seconds = time.monotonic() - began  # with the time that the threads take to wake up
+        self._lead = min(MOST_LEAD, self._lead + GENERATION_SHARE * seconds)
+
+    def _fill_slots(self) -> None:
+        """Start waiting sequences, one of each client in turn."""
+        while self._waiting and len(self._running) < self.slots:
+            with self.changed:
                 client, line = next(iter(self._waiting.items()))
-                ticket = line.popleft()
+                request = line.popleft()
                 self._waiting.move_to_end(client)
                 if not line:
                     del self._waiting[client]
-            ticket.seated = time.monotonic()
-            self._seated[id(ticket.continuation)] = ticket
-            self.runner.add(ticket.continuation)
+            request.started = time.monotonic()
+            self._running[id(request.sequence)] = request
+            assert self.batcher is not None
+            self.batcher.add(request.sequence)
 
     def _step(self) -> None:
-        if not self._seated:
-            return
+        assert self.batcher is not None
         try:
-            moved = self.runner.step()
-        except Exception as error:  # a defect of one step must not take the server down
-            self._give_up(error)
+            moved = self.batcher.step()
+        except Exception as error:  # a defect of one step must not end the server
+            self._fail_all(error)
             return
         self.counters.steps += 1
-        for continuation in moved:
-            ticket = self._seated.get(id(continuation))
-            if ticket is None:
+        for sequence in moved:
+            request = self._running.get(id(sequence))
+            if request is None:
                 continue
-            move = ticket.move()
-            self.counters.tokens += len(move.choices)
-            if move.finish_reason is not None:
-                del self._seated[id(continuation)]
-                self.counters.finished += move.error is None
-                self.counters.failed += move.error is not None
-                self._seconds += 0.1 * (time.monotonic() - ticket.arrived - self._seconds)
-            ticket.on_move(move)
-
-    def _answer(self, look: Look) -> None:
-        if not look.answer.set_running_or_notify_cancel():
-            return
-        try:
-            look.answer.set_result(self.runner.look(look.tokens, look.wanted).copy())
-        except Exception as error:
-            look.answer.set_exception(error)
+            update = request.update()
+            self.counters.tokens += len(update.choices)
+            if update.finish_reason is not None:
+                del self._running[id(sequence)]
+                self.counters.finished += update.error is None
+                self.counters.failed += update.error is not None
+                self._seconds += 0.1 * (time.monotonic() - request.arrived - self._seconds)
+            request.on_update(update)
 
     def _expire(self) -> None:
         now = time.monotonic()
-        late = [
-            t
-            for t in [*self._seated.values(), *(t for line in self._waiting.values() for t in line)]
-            if t.deadline < now
-        ]
-        for ticket in late:
-            self._remove(ticket)
-            self.counters.timed_out += 1
-            ticket.on_move(Move("", (), None, TimedOut()))
+        for request in self._everything():
+            if request.deadline < now:
+                self._remove(request)
+                self.counters.timed_out += 1
+                request.on_update(Update("", (), None, TimedOut()))
 
-    def _remove(self, ticket: Ticket) -> bool:
+    def _everything(self) -> list[ScheduledSequence]:
+        with self.changed:
+            return [*self._running.values(), *(r for line in self._waiting.values() for r in line)]
+
+    def _remove(self, request: ScheduledSequence) -> bool:
         """Whether it was still here."""
-        with self._news:
-            line = self._waiting.get(ticket.client)
-            if line is not None and ticket in line:
-                line.remove(ticket)
+        with self.changed:
+            line = self._waiting.get(request.client)
+            if line is not None and request in line:
+                line.remove(request)
                 if not line:
-                    del self._waiting[ticket.client]
+                    del self._waiting[request.client]
                 return True
-        if self._seated.pop(id(ticket.continuation), None) is None:
+        if self._running.pop(id(request.sequence), None) is None:
             return False
-        self.runner.drop(ticket.continuation)
+        assert self.batcher is not None
+        self.batcher.drop(request.sequence)
         return True
 
-    def _give_up(self, error: Exception) -> None:
-        """Tell everybody, and forget what the engine had read: after a failed step it may be anything."""
-        with self._news:
-            tickets = [*self._seated.values(), *(t for line in self._waiting.values() for t in line), *self._inbox]
-            looks = list(self._looks)
-            for line in (self._waiting, self._inbox, self._looks):
-                line.clear()
-        for ticket in tickets:
-            self._remove(ticket)
+    def _fail_all(self, error: Exception) -> None:
+        """Report an error to every sequence and empty the cache: after a failed step it may be anything."""
+        with self.changed:
+            requests = [*self._everything(), *self._inbox]
+            self._inbox.clear()
+        for request in requests:
+            self._remove(request)
             self.counters.failed += 1
-            ticket.on_move(Move("", (), None, error))
-        for look in looks:
-            if look.answer.set_running_or_notify_cancel():
-                look.answer.set_exception(error)
-        for slot, read in enumerate(self.runner.read):
-            self.runner.engine.rewind(slot, 0)
-            read.clear()
+            request.on_update(Update("", (), None, error))
+        if self.batcher is not None:
+            for slot, read in enumerate(self.batcher.read):
+                self.batcher.engine.rewind(slot, 0)
+                read.clear()
 
 
-class ScheduledRunner:
-    """Looks like a runner to an LM in another thread; every look waits for its turn in the scheduler."""
+class ScheduledBatcher:
+    """The batcher of an LM that is served: whoever asks for logits waits for the turn."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
 
-    def look(self, tokens: Sequence[int], wanted: int = 1) -> Logits:
-        if time.monotonic() > DEADLINE.get():
-            raise TimedOut
-        return self.scheduler.look(tokens, wanted).result()
+    def logits_for(self, tokens: Sequence[int], wanted: int = 1) -> Logits:
+        reading = CURRENT.get()
+        assert reading is not None, "asked for outside a reading"
+        return reading.logits(tokens, wanted)
 
-    def run(self, continuations: Sequence[Any]) -> Any:
+    def run(self, sequences: Sequence[Any]) -> Any:
         raise AssertionError("sequences are submitted to the scheduler")

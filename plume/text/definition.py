@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Literal
 
+from plume.config import SpecialTokens
+
 Kind = Literal["byte-bpe", "gpt1-bpe", "wordpiece", "characters", "bytes", "library"]
-Layout = Literal["gpt1", "gpt2", "bert", "roberta"]
+Layout = SpecialTokens
 Words = Literal["spacy", "basic"]
 Part = tuple[int | str, int]  # a special's id, or "A" or "B" for a text; and its segment
 Template = tuple[Part, ...]
@@ -22,7 +24,7 @@ LONGEST_WORD = 100  # characters; WordPiece calls a longer word unknown
 
 @dataclass(frozen=True)
 class Special:
-    """A token that no text produces unless asked to."""
+    """A token that plain text never produces."""
 
     text: str
     roles: tuple[str, ...] = ()
@@ -65,7 +67,7 @@ class Definition:
     merges: tuple[tuple[str, str], ...] = ()
     roles: Mapping[str, int] = field(default_factory=dict)
     added: Mapping[int, Special] = field(default_factory=dict)  # every special, with or without a role
-    single: Template = (("A", 0),)  # what stands around one text
+    single: Template = (("A", 0),)  # template around one text
     pair: Template = (("A", 0), ("B", 0))
     lowercase: bool = False
     strip_accents: bool | None = None  # unset means: as `lowercase`

@@ -33,7 +33,7 @@ PLACE = np.dtype(
         ("last", "i4"),
     ]
 )
-# One pair of symbols: how often it stands in the text, its first place, and the chains of pairs with the same part.
+# One pair of symbols: its count in the text, its first place, and the chains of pairs with the same part.
 PAIR = np.dtype(
     [
         ("count", "i8"),
@@ -49,7 +49,7 @@ PAIR_TYPE: Any = numba.from_dtype(PAIR)
 SYMBOL = np.dtype([("count", "i8"), ("as_left", "i4"), ("as_right", "i4")])
 Records = Any  # an array of these; numba reads their fields as attributes
 Int = Any  # numba's integers
-ROOM = 1 << 16  # pairs to begin with, and places to look at before making more room
+CAPACITY = 1 << 16  # pairs to begin with, and places to scan before growing
 
 
 def learn_merges(
@@ -71,45 +71,45 @@ def learn_merges(
     places["weight"], places["symbol"] = weights, symbols
     places["after"], places["before"] = np.arange(1, len(symbols) + 1), np.arange(-1, len(symbols) - 1)
     places["pair"] = NONE
-    known = np.zeros(alphabet + most, SYMBOL)
-    known["as_left"] = known["as_right"] = NONE
+    table = np.zeros(alphabet + most, SYMBOL)
+    table["as_left"] = table["as_right"] = NONE
     letters = symbols >= 0
-    np.add.at(known["count"], symbols[letters], weights[letters])
-    return _learn(places, known, alphabet, most, least_count, likelihood)
+    np.add.at(table["count"], symbols[letters], weights[letters])
+    return _learn(places, table, alphabet, most, least_count, likelihood)
 
 
 @compiled
 def _learn(
-    places: Records, known: Records, alphabet: Int, most: Int, least_count: Int, likelihood: bool
+    places: Records, table: Records, alphabet: Int, most: Int, least_count: Int, likelihood: bool
 ) -> npt.NDArray[np.int32]:
     numbers = Dict.empty(numba.int64, numba.int64)  # of pairs, by their two symbols
-    pairs: Records = np.zeros(2 * ROOM, PAIR_TYPE)
+    pairs: Records = np.zeros(2 * CAPACITY, PAIR_TYPE)
     heap: list[tuple[float, Int, Int, Int]] = [(0.0, 0, 0, 0) for _ in range(0)]  # empty, but numba sees what it holds
     merges = np.empty((most, 2), np.int32)
     changed = np.arange(len(places))
     for made in range(most + 1):
         touched = [NONE]
-        for start in range(0, len(changed), ROOM):
-            if len(numbers) + ROOM > len(pairs):
+        for start in range(0, len(changed), CAPACITY):
+            if len(numbers) + CAPACITY > len(pairs):
                 pairs = np.concatenate((pairs, np.zeros(len(pairs), PAIR_TYPE)))
-            touched += [_link(places, pairs, known, numbers, place) for place in changed[start : start + ROOM]]
+            touched += [_link(places, pairs, table, numbers, place) for place in changed[start : start + CAPACITY]]
         if likelihood and made > 0:
             for part in merges[made - 1]:  # it became rarer, so its pairs count for more
-                _add_pairs_with(pairs, known, part, touched)
+                _add_pairs_with(pairs, table, part, touched)
         for pair in np.unique(np.array(touched)):
             if pair != NONE and pairs[pair].count >= least_count:
-                score = _score(pairs, known, pair, likelihood)
+                score = _score(pairs, table, pair, likelihood)
                 heapq.heappush(heap, (-score, np.int64(pairs[pair].left), np.int64(pairs[pair].right), pair))
-        best = _pop_best(heap, pairs, known, least_count, likelihood) if made < most else NONE
+        best = _pop_best(heap, pairs, table, least_count, likelihood) if made < most else NONE
         if best == NONE:
             return merges[:made]
         merges[made, 0], merges[made, 1] = pairs[best].left, pairs[best].right
-        changed = _join(places, pairs, known, best, alphabet + made)
+        changed = _join(places, pairs, table, best, alphabet + made)
     return merges
 
 
 @compiled
-def _link(places: Records, pairs: Records, known: Records, numbers: dict[Int, Int], place: Int) -> Int:
+def _link(places: Records, pairs: Records, table: Records, numbers: dict[Int, Int], place: Int) -> Int:
     """Count the pair that starts at a place, if one does and it is not counted yet; its number, or NONE."""
     here = places[place]
     if here.symbol < 0 or here.pair != NONE or here.after >= len(places) or places[here.after].symbol < 0:
@@ -120,8 +120,8 @@ def _link(places: Records, pairs: Records, known: Records, numbers: dict[Int, In
         new = len(numbers)
         numbers[key] = new
         pairs[new].left, pairs[new].right, pairs[new].head = left, right, NONE
-        pairs[new].same_left, known[left].as_left = known[left].as_left, new
-        pairs[new].same_right, known[right].as_right = known[right].as_right, new
+        pairs[new].same_left, table[left].as_left = table[left].as_left, new
+        pairs[new].same_right, table[right].as_right = table[right].as_right, new
     pair = numbers[key]
     here.pair, here.last, here.next = pair, NONE, pairs[pair].head
     if here.next != NONE:
@@ -148,7 +148,7 @@ def _unlink(places: Records, pairs: Records, place: Int) -> None:
 
 
 @compiled
-def _join(places: Records, pairs: Records, known: Records, best: Int, new: Int) -> npt.NDArray[np.int64]:
+def _join(places: Records, pairs: Records, table: Records, best: Int, new: Int) -> npt.NDArray[np.int64]:
     """Join a pair at all its places; where pairs have to be counted anew."""
     left, right = pairs[best].left, pairs[best].right
     starts = [np.int64(0) for _ in range(0)]
@@ -171,19 +171,19 @@ def _join(places: Records, pairs: Records, known: Records, best: Int, new: Int) 
         here.symbol, follower.symbol, here.after = new, GONE, follower.after
         if here.after < len(places):
             places[here.after].before = place
-        known[left].count -= here.weight
-        known[right].count -= here.weight
-        known[new].count += here.weight
+        table[left].count -= here.weight
+        table[right].count -= here.weight
+        table[new].count += here.weight
     return np.array(changed)
 
 
 @compiled
-def _add_pairs_with(pairs: Records, known: Records, part: Int, found: list[Int]) -> None:
-    pair = np.int64(known[part].as_left)
+def _add_pairs_with(pairs: Records, table: Records, part: Int, found: list[Int]) -> None:
+    pair = np.int64(table[part].as_left)
     while pair != NONE:
         found.append(pair)
         pair = np.int64(pairs[pair].same_left)
-    pair = np.int64(known[part].as_right)
+    pair = np.int64(table[part].as_right)
     while pair != NONE:
         found.append(pair)
         pair = np.int64(pairs[pair].same_right)
@@ -191,14 +191,14 @@ def _add_pairs_with(pairs: Records, known: Records, part: Int, found: list[Int])
 
 @compiled
 def _pop_best(
-    heap: list[tuple[float, Int, Int, Int]], pairs: Records, known: Records, least_count: Int, likelihood: bool
+    heap: list[tuple[float, Int, Int, Int]], pairs: Records, table: Records, least_count: Int, likelihood: bool
 ) -> Int:
     """The best pair. Entries may be out of date: one that became worse is put back, a better one is there anew."""
     while len(heap) > 0:
         minus_score, left, right, pair = heapq.heappop(heap)
         if pairs[pair].count < least_count:
             continue
-        now = -_score(pairs, known, pair, likelihood)
+        now = -_score(pairs, table, pair, likelihood)
         if now == minus_score:
             return pair
         if now > minus_score:
@@ -207,8 +207,8 @@ def _pop_best(
 
 
 @compiled
-def _score(pairs: Records, known: Records, pair: Int, likelihood: bool) -> float:
+def _score(pairs: Records, table: Records, pair: Int, likelihood: bool) -> float:
     count = np.float64(pairs[pair].count)
     if not likelihood:
         return count
-    return count / (np.float64(known[pairs[pair].left].count) * np.float64(known[pairs[pair].right].count))
+    return count / (np.float64(table[pairs[pair].left].count) * np.float64(table[pairs[pair].right].count))

@@ -1,7 +1,8 @@
-"""One tokenizer of any kind: text to ids and back, by pieces, by streams, by words."""
+"""One tokenizer of any kind: text to ids and back, whole or streamed, by pieces, by words, as a table."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -16,19 +17,20 @@ import numpy.typing as npt
 
 from plume.config import UserError
 from plume.text.definition import BYTE_KINDS, CONTINUES, LETTER_BYTES, WORD_END, Definition, Kind, Special, Words
-from plume.text.engines import Engine, Ids, backend_for, check_text, engine_for
-from plume.text.streaming import LibraryStreamer, Streamer
+from plume.text.encoders import Encoder, Ids, backend_for, check_text, engine_for
 
 if TYPE_CHECKING:
     import tokenizers
+    from rich.table import Table
 
 # Scripts written without spaces: each piece that opens with one of these counts as a word of its own.
 UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
+VISIBLE = str.maketrans({" ": "·", "\n": "⏎", "\t": "→", "\r": "␍"})
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One token of a text and where it stands there, in characters."""
+    """One token of a text and its span in characters."""
 
     id: int
     text: str
@@ -40,8 +42,11 @@ class Piece:
 class Tokenizer:
     """Text to ids and back. Made by `train_tokenizer` or `load_tokenizer`; it never changes."""
 
-    def __init__(self, definition: Definition) -> None:
+    def __init__(self, definition: Definition, ends: Sequence[int] | None = None) -> None:
         self.definition = definition
+        end = definition.roles.get("end")
+        # the tokens that end a generation; a model folder may name others than the tokenizer's end token
+        self.ends: tuple[int, ...] = tuple(ends) if ends is not None else () if end is None else (end,)
         self.kind: Kind = definition.kind
         self.vocab_size = len(definition.tokens)
         self.specials: dict[str, int] = dict(definition.roles)
@@ -50,8 +55,8 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"Tokenizer({self.kind}, {self.vocab_size} tokens, {self.hash[:8]})"
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[Definition]]:
-        return Tokenizer, (self.definition,)
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[Any, ...]]:
+        return Tokenizer, (self.definition, self.ends)
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -114,7 +119,7 @@ class Tokenizer:
         return backend_for(self.definition)
 
     @cached_property
-    def _engine(self) -> Engine:
+    def _engine(self) -> Encoder:
         return engine_for(self.definition, lambda: self._backend)
 
     # -- text to ids
@@ -142,8 +147,10 @@ class Tokenizer:
         spelled = [(r"\s*" if s.lstrip else "") + re.escape(s.text) for s in longest_first]
         return re.compile("(" + "|".join(spelled) + ")")
 
-    def wrap(self, ids_a: Sequence[int], ids_b: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
-        """The ids with what the family puts around one text or two, and the segment of each."""
+    def add_special_tokens(
+        self, ids_a: Sequence[int], ids_b: Sequence[int] | None = None
+    ) -> tuple[list[int], list[int]]:
+        """The ids with the special tokens of the family around one text or two, and the segment of each."""
         ids: list[int] = []
         segments: list[int] = []
         texts = {"A": ids_a, "B": () if ids_b is None else ids_b}
@@ -196,12 +203,16 @@ class Tokenizer:
             return [token.replace(WORD_END, " ").encode() for token in tokens]
         if self.kind == "characters":
             return [token.encode() for token in tokens]
-        decode = self._backend.decoder.decode  # what a token adds after another one
+        decode = self._decode_tokens  # what a token adds after another one
         return [decode(["a", token])[1:].encode() for token in tokens]
 
     def first_piece(self, id: int) -> bytes:
         """The bytes that a WordPiece token gives at the very start of a text."""
-        return str(self._backend.decoder.decode([self.token(id)])).encode()
+        return self._decode_tokens([self.token(id)]).encode()
+
+    def _decode_tokens(self, tokens: list[str]) -> str:
+        decoder = self._backend.decoder
+        return " ".join(tokens) if decoder is None else str(decoder.decode(tokens))  # as the library joins without one
 
     @property
     def _byte_level(self) -> bool:
@@ -271,14 +282,14 @@ class Tokenizer:
     def word_starts(self, ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
         """Which ids open a word: for masking whole words and for tags per word."""
         array = np.asarray(ids, dtype=np.int64)
-        opens, closes = self._word_tables
+        opens, closes = self.word_tables
         starts = opens[array]
         starts[1:] |= closes[array[:-1]]
         starts[:1] = True
         return starts
 
     @cached_property
-    def _word_tables(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    def word_tables(self) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """For every token: whether a word opens with it, and whether one must open after it."""
         special = np.zeros(self.vocab_size, dtype=np.bool_)
         special[list(self.definition.added)] = True
@@ -291,7 +302,7 @@ class Tokenizer:
 
     # -- others made from it
 
-    def add_specials(self, names: Iterable[str]) -> Tokenizer:
+    def with_specials(self, names: Iterable[str]) -> Tokenizer:
         """A tokenizer with these special tokens as new last rows."""
         names = list(names)
         if taken := [name for name in names if not name or name in self._ids or names.count(name) > 1]:
@@ -306,7 +317,7 @@ class Tokenizer:
 
     def save(self, folder: Path | str) -> None:
         """Write the files that Plume, `tokenizers` and `transformers` open."""
-        from plume.text.folder import save_tokenizer
+        from plume.text.tokenizer_folder import save_tokenizer
 
         save_tokenizer(self.definition, Path(folder))
 
@@ -319,7 +330,7 @@ def _byte_spans(text: str, lengths: list[int]) -> list[tuple[int, int]]:
 
 
 def _found_spans(text: str, pieces: list[str]) -> list[tuple[int, int]]:
-    """Where pieces of a cleaned text stand in the text before cleaning; an empty span where one is not found."""
+    """Spans of the pieces of a cleaned text in the text before cleaning; an empty span where one is not found."""
     spans: list[tuple[int, int]] = []
     position = 0
     for piece in pieces:
@@ -338,3 +349,77 @@ def _merge_all(symbols: list[str], pair: tuple[str, str]) -> list[str]:
         else:
             merged.append(symbol)
     return merged
+
+
+def visible(text: str) -> str:
+    """White space and control characters as marks that can be seen."""
+    shown = text.translate(VISIBLE)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+
+
+def inspect_table(tokenizer: Tokenizer, text: str) -> Table:
+    """One row per piece of the text; the caption says whether the ids give the text back."""
+    from rich.table import Table
+    from rich.text import Text
+
+    pieces = tokenizer.pieces(text)
+    decoded = tokenizer.decode([piece.id for piece in pieces])
+    back = "the ids give the text back" if decoded == text else f"the ids give back: {visible(decoded)}"
+    cut_by = "" if tokenizer.words is None else f", words by {'spaCy' if tokenizer.words == 'spacy' else 'plain rules'}"
+    table = Table(
+        title=f"{tokenizer.kind}, {tokenizer.vocab_size} tokens{cut_by}",
+        caption=Text(f"{len(text)} characters, {len(pieces)} tokens; {back}"),
+    )
+    for name in ("", "piece", "id", "bytes", "characters"):
+        table.add_column(name, justify="left" if name in ("piece", "bytes") else "right")
+    for number, piece in enumerate(pieces):
+        place = f"{piece.start}-{piece.end}"
+        table.add_row(str(number), Text(visible(piece.text)), str(piece.id), piece.bytes.hex(" "), place)
+    return table
+
+
+class Streamer:
+    """Takes ids, gives text; all of it together is what `decode` gives."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.first = True
+        self.space = ""  # GPT-1: the space after a word, held until another token follows
+
+    def push(self, id: int) -> str:
+        """The text that this token completes; it may be empty."""
+        piece = self.tokenizer.piece_bytes(id)
+        if self.first and self.tokenizer.kind == "wordpiece":
+            piece = self.tokenizer.first_piece(id)
+        self.first = False
+        text = self.space + self.utf8.decode(piece)
+        self.space = " " if self.tokenizer.kind == "gpt1-bpe" and text.endswith(" ") else ""
+        return text.removesuffix(" ") if self.space else text
+
+    def flush(self) -> str:
+        """What is left at the end: a replacement mark for a character that never came whole."""
+        return self.utf8.decode(b"", final=True)
+
+
+class LibraryStreamer(Streamer):
+    """The same for a tokenizer whose decoder only the library knows: decode all, give out what is new."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.ids: list[int] = []
+        self.given = ""
+
+    def push(self, id: int) -> str:
+        self.ids.append(id)
+        text = self.tokenizer.decode(self.ids)
+        if text.endswith("\N{REPLACEMENT CHARACTER}") or not text.startswith(self.given):
+            return ""
+        return self._give(text)
+
+    def flush(self) -> str:
+        return self._give(self.tokenizer.decode(self.ids))
+
+    def _give(self, text: str) -> str:
+        new, self.given = text[len(self.given) :], text
+        return new

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plume.config import AdaptConfig, UserError
-from plume.families import family_of
-from plume.files import aside, write_json
-from plume.heads import Model, NextToken
-from plume.model import Attention, EncoderDecoder, Transformer, initialise
-from plume.weights import rules_for
+from plume.hf import rules_for
+from plume.hf.families import family_of
+from plume.model.heads import Model, NextToken
+from plume.model.transformer import Attention, EncoderDecoder, Transformer, initialise
+from plume.util.files import aside, write_json
 
 PART_NAMES = {"q": "attn.inner.q", "k": "attn.inner.k", "v": "attn.inner.v", "out": "attn.inner.out"} | {
     "up": "mlp.inner.up",
@@ -38,7 +38,7 @@ def grow_table(model: Model, vocab_size: int) -> int:
     table = nn.Embedding(config.table_rows, config.width)
     with torch.no_grad():
         nn.init.normal_(table.weight, std=0.02)
-        table.weight[: old.vocab_size] = model.table[: old.vocab_size]
+        table.weight[: old.vocab_size] = model.body.embed.tokens.weight[: old.vocab_size]
     model.config = config
     for stack in stacks(model):
         stack.config = config
@@ -48,6 +48,12 @@ def grow_table(model: Model, vocab_size: int) -> int:
         model.head.bias = nn.Parameter(torch.cat([bias.detach(), bias.new_zeros(fresh)]))
     if isinstance(model.head, NextToken):
         model.head.vocab_size = vocab_size
+    if isinstance(output := getattr(model.head, "output", None), nn.Linear):  # not tied to the token table
+        grown = nn.Linear(config.width, config.table_rows, bias=False)
+        with torch.no_grad():
+            nn.init.normal_(grown.weight, std=0.02)
+            grown.weight[: old.vocab_size] = output.weight[: old.vocab_size]
+        model.head.output = grown
     return fresh
 
 
@@ -143,8 +149,8 @@ class Freezer:
         self.set_embeddings(learn=wanted > len(self.blocks) and self.bottom == 0)
 
 
-def shares(model: Model, decay: float) -> dict[str, float]:
-    """The share of the learning rate that each parameter gets: 1 for the head, less from layer to layer downwards."""
+def lr_scales(model: Model, decay: float) -> dict[str, float]:
+    """The factor on the learning rate of each parameter: 1 for the head, smaller from layer to layer downwards."""
     blocks = layers_of(model)
     depth = {id(p): len(blocks) - number for number, block in enumerate(blocks) for p in block.parameters()}
     top = {id(p) for p in model.head.parameters()} | {
@@ -208,12 +214,12 @@ def add_lora(model: Model, config: AdaptConfig, fresh_rows: int) -> None:
         for stack in stacks(model):
             stack.embed.tokens = table  # type: ignore[assignment]
     for parent, name, linear in list(_chosen(model, config)):
-        setattr(parent, name, LowRank(linear, config.rank, config.alpha, config.lora_dropout))
+        setattr(parent, name, LowRank(linear, config.lora_rank, config.lora_alpha, config.lora_dropout))
 
 
 def _chosen(model: Model, config: AdaptConfig) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     for block in layers_of(model):
-        for part in config.lora_parts:
+        for part in config.lora_modules:
             *path, name = PART_NAMES[part].split(".")
             parent: Any = block
             for step in path:
@@ -265,13 +271,13 @@ def adapter_tensors(model: Model) -> tuple[dict[str, Tensor], dict[str, int]]:
         elif rule.ours.startswith("head."):
             tensors[prefix + rule.theirs] = model.state_dict()[rule.ours]
         elif rule.ours.endswith("embed.tokens.weight") and isinstance(stacks(model)[0].embed.tokens, GrownTable):
-            tensors[prefix + rule.theirs] = model.table[: model.config.vocab_size].detach()
+            tensors[prefix + rule.theirs] = model.body.embed.tokens.weight[: model.config.vocab_size].detach()
     return tensors, ranks
 
 
 def adapter_config(model: Model, config: AdaptConfig, base: str, ranks: dict[str, int]) -> dict[str, Any]:
     family = family_of(model.config)
-    others = {name: rank for name, rank in ranks.items() if rank != config.rank}
+    others = {name: rank for name, rank in ranks.items() if rank != config.lora_rank}
     heads = sorted({r.theirs.removeprefix(family.prefix).split(".")[0] for r in family.heads[model.kind][1]})
     return {
         "peft_type": "LORA",
@@ -279,13 +285,13 @@ def adapter_config(model: Model, config: AdaptConfig, base: str, ranks: dict[str
             model.kind
         ),
         "base_model_name_or_path": base,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
         "lora_dropout": config.lora_dropout,
         "bias": "none",
         "target_modules": list(ranks),
         "rank_pattern": others,
-        "alpha_pattern": {name: config.alpha * rank / config.rank for name, rank in others.items()},
+        "alpha_pattern": {name: config.lora_alpha * rank / config.lora_rank for name, rank in others.items()},
         "modules_to_save": heads if heads else None,
         "fan_in_fan_out": any(rule.transposed for rule in family.body),
         "inference_mode": True,

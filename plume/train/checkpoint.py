@@ -1,134 +1,242 @@
-"""Checkpoints that survive a crash: written aside, hashed, synced, renamed; a damaged one is passed over."""
+"""Saving and loading checkpoints over ranks: written aside, hashed, synced, renamed; a corrupt one is skipped."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import re
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from plume.config import UserError
-from plume.train.ranks import Ranks
+from plume.train.distribute import Ranks
+from plume.train.shared_matrices import local_offset, local_part
+from plume.util.checkpoint_files import (
+    CheckpointManifest,
+    CorruptCheckpointError,
+    StoredPiece,
+    StoredTensor,
+    TensorReader,
+    read_manifest,
+    saved_steps,
+    step_folder,
+    sync,
+    verify_files,
+    write_manifest,
+    write_rank_file,
+)
 
-MANIFEST = "manifest.json"
-FOLDER = re.compile(r"step-(\d{8,})")
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # tensor, offset and shape of a block of it
 
 
-class Damaged(Exception):
-    """A checkpoint that is not what was written; the message says how."""
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint that is being written: by this rank, until `written` has its file's size and hash."""
+
+    manifest: CheckpointManifest  # without files
+    aside: Path
+    best: int | None
+    written: Future[dict[str, Any]]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest.state["step"])
 
 
 class Checkpoints:
-    """The checkpoints of one run, each a folder `step-N` with tensors of every rank and one manifest.
+    """The checkpoints of one run, each a folder `step-N` with a file per rank and one manifest.
 
     Tensors sharded over ranks are stored with their place in the whole, so that any number of ranks can load them.
+    With `background`, a copy of the tensors is written while training continues; `commit` makes it valid.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, *, keep_last: int, say: Callable[[str], None]) -> None:
-        self.folder, self.ranks, self.keep_last, self.say = folder, ranks, keep_last, say
+    def __init__(
+        self,
+        folder: Path,
+        ranks: Ranks,
+        *,
+        keep_last: int,
+        print: Callable[[str], None],
+        background: bool = False,
+    ) -> None:
+        self.folder, self.ranks, self.keep_last, self.print = folder, ranks, keep_last, print
+        self.background = background
+        self.saving: Saving | None = None
+        self._layout: tuple[set[Place], dict[str, StoredTensor]] | None = None
+        self._copies: dict[str, Tensor] = {}
+        self._removing: list[Future[None]] = []
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if ranks.main:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(".*"):  # of a run that was killed while it wrote or deleted
+            for left in folder.glob(".*"):  # by a run that was killed while writing or deleting
                 shutil.rmtree(left, ignore_errors=True)
         ranks.barrier()
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, damaged ones too, in order."""
-        found = (FOLDER.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted(int(match[1]) for match in found if match)
+        """Steps with a checkpoint, corrupt ones too, in order."""
+        return saved_steps(self.folder)
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return step_folder(self.folder, step)
+
+    # -- saving
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, best: int | None) -> None:
-        """Write one checkpoint; then drop the old ones, but never the best."""
+        """Begin a checkpoint; in the foreground, also finish it. Old ones are then removed, but never the best."""
+        self.commit()
+        mine, stored = self.layout(tensors)
         aside = self.folder / f".step-{step:08d}.writing"
-        try:
-            if self.ranks.main:
-                shutil.rmtree(aside, ignore_errors=True)
-            self.ranks.barrier()
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                writer = FileSystemWriter(aside, sync_files=True)
-                save_tensors(dict(tensors), storage_writer=writer, no_dist=not self.ranks.many)
-            if self.ranks.main:
-                write_manifest(aside, {"step": step, **state})
-                place = self.path(step)
-                shutil.rmtree(place, ignore_errors=True)
-                aside.rename(place)
-                sync(self.folder)
-                self.prune(best)
-        except (OSError, CheckpointException) as error:
+        if self.ranks.main:
             shutil.rmtree(aside, ignore_errors=True)
-            size, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(self.folder).free
-            raise UserError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {first_line(error)} "
-                f"(it takes {size / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free there); "
-                f"the ones before are whole: make room, then go on with --resume"
-            ) from error
+            aside.mkdir()
         self.ranks.barrier()
+        blocks = {name: local for name, local, place in local_blocks(tensors) if place in mine}
+        if self.background:
+            blocks = self.copied(blocks)
+        file = aside / rank_file(self.ranks.rank)
+        written: Future[dict[str, Any]] = Future()
+        if self.background:
+            written = self._writer.submit(write_rank_file, file, blocks)
+        else:
+            try:
+                written.set_result(write_rank_file(file, {name: block.cpu() for name, block in blocks.items()}))
+            except (OSError, SafetensorError) as error:
+                written.set_exception(error)
+        self.saving = Saving(CheckpointManifest({"step": step, **state}, {}, stored), aside, best, written)
+        if not self.background:
+            self.commit()
+
+    def copied(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is written while training continues; its memory is kept, since new pages cost as much as the copy."""
+        if self._copies.keys() != blocks.keys():
+            self._copies = {name: torch.empty_like(block, device="cpu") for name, block in blocks.items()}
+        for name, block in blocks.items():
+            self._copies[name].copy_(block)
+        return self._copies
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank has written its part of the checkpoint under way."""
+        return self.saving is not None and self.saving.written.done()
+
+    def commit(self) -> None:
+        """Wait for the checkpoint under way, if there is one, and make it valid; every rank must call this."""
+        if self.saving is None:
+            return
+        saving, self.saving = self.saving, None
+        error = saving.written.exception()
+        result = {"error": first_line(error)} if error is not None else saving.written.result()
+        results = self.ranks.gather(result)
+        failed = [(rank, found["error"]) for rank, found in enumerate(results) if "error" in found]
+        if not failed and self.ranks.main:
+            files = {rank_file(rank): found for rank, found in enumerate(results)}
+            try:
+                write_manifest(saving.aside, replace(saving.manifest, files=files))
+                place = self.path(saving.step)
+                shutil.rmtree(place, ignore_errors=True)
+                saving.aside.rename(place)
+                sync(self.folder)
+                self.prune(saving.best)
+            except OSError as error:
+                failed = [(0, first_line(error))]
+        failed = self.ranks.gather(failed)[0]
+        if failed:
+            self.abandon(saving, *failed[0])
+
+    def finish(self) -> None:
+        """Commit, and wait until old checkpoints are gone."""
+        self.commit()
+        while self._removing:
+            self._removing.pop().result()
+
+    def abandon(self, saving: Saving, rank: int, reason: str) -> None:
+        size = sum(file.stat().st_size for file in saving.aside.glob("*")) if saving.aside.is_dir() else 0
+        free = shutil.disk_usage(self.folder).free
+        self.ranks.barrier()
+        if self.ranks.main:
+            shutil.rmtree(saving.aside, ignore_errors=True)
+        where = f" (rank {rank})" if self.ranks.many else ""
+        raise UserError(
+            f"the checkpoint of step {saving.step} could not be written to {self.folder}{where}: {reason} "
+            f"({size / 1e6:,.0f} MB were written, {free / 1e6:,.0f} MB are free there); "
+            "earlier checkpoints are intact: free some space, then continue with --resume"
+        )
+
+    def layout(self, tensors: Mapping[str, Tensor]) -> tuple[set[Place], dict[str, StoredTensor]]:
+        """The blocks that this rank writes, and where every block is: each by one of the ranks that hold it."""
+        if self._layout is None:
+            mine = [place for _, _, place in local_blocks(tensors)]
+            owners: dict[Place, int] = {}
+            load = [0] * self.ranks.size
+            holders: dict[Place, list[int]] = {}
+            for rank, places in enumerate(self.ranks.gather(mine)):
+                for place in places:
+                    holders.setdefault(place, []).append(rank)
+            for place, ranks in holders.items():
+                owners[place] = min(ranks, key=lambda rank: load[rank])
+                load[owners[place]] += 1 + torch.Size(place[2]).numel()
+            pieces: dict[str, list[StoredPiece]] = {}
+            for (name, offset, shape), rank in owners.items():
+                pieces.setdefault(name, []).append(StoredPiece(rank_file(rank), offset, shape))
+            stored = {
+                name: StoredTensor(tuple(t.shape), str(t.dtype).removeprefix("torch."), tuple(pieces[name]))
+                for name, t in tensors.items()
+            }
+            self._layout = {place for place, rank in owners.items() if rank == self.ranks.rank}, stored
+        return self._layout
 
     def prune(self, best: int | None) -> None:
         for step in self.steps()[: -self.keep_last]:
             if step != best:
                 hidden = self.folder / f".step-{step:08d}.old"
                 self.path(step).rename(hidden)
-                shutil.rmtree(hidden, ignore_errors=True)
+                if self.background:  # freeing large files takes as long as copying them
+                    left = [each for each in self._removing if not each.done()]
+                    self._removing = [*left, self._writer.submit(shutil.rmtree, hidden, ignore_errors=True)]
+                else:
+                    shutil.rmtree(hidden, ignore_errors=True)
 
-    def whole(self, step: int) -> bool:
-        """Whether a checkpoint is there as it was written."""
-        sound = 0
-        if self.ranks.main:
-            try:
-                read_manifest(self.path(step))
-                sound = 1
-            except Damaged:
-                pass
-        return bool(self.ranks.agree(sound))
+    # -- loading
+
+    def problem(self, step: int) -> str | None:
+        """What is wrong with a checkpoint; each rank checks its share of the files."""
+        found = ""
+        try:
+            manifest = read_manifest(self.path(step), verify=False)
+            verify_files(self.path(step), manifest, sorted(manifest.files)[self.ranks.rank :: self.ranks.size])
+        except CorruptCheckpointError as error:
+            found = str(error)
+        return next((each for each in self.ranks.gather(found) if each), None)
 
     def latest(self) -> int | None:
-        """The newest whole checkpoint; what is damaged is named, and left where it is."""
-        found = -1
-        if self.ranks.main:
-            for step in reversed(self.steps()):
-                try:
-                    read_manifest(self.path(step))
-                except Damaged as error:
-                    self.say(f"checkpoint {self.path(step).name} is damaged ({error}) and passed over")
-                    continue
-                found = step
-                break
-        found = self.ranks.agree(found)
-        return None if found < 0 else found
+        """The newest valid checkpoint; corrupt ones are named, and left where they are."""
+        self.commit()
+        for step in reversed(self.ranks.gather(self.steps())[0]):
+            if (problem := self.problem(step)) is None:
+                return int(step)
+            self.print(f"skipping corrupt checkpoint {self.path(step).name}: {problem}")
+        return None
 
     def load(self, step: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Fill the tensors with those of a checkpoint and return the state saved with them."""
-        state = read_manifest(self.path(step), verify=False)
-        into = dict(tensors)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            try:
-                load_tensors(into, storage_reader=FileSystemReader(self.path(step)), no_dist=not self.ranks.many)
-            except CheckpointException as error:
-                raise UserError(
-                    f"{self.path(step)} does not fit this recipe: {first_line(error)}; use the recipe of the run"
-                ) from error
-        return state
+        self.commit()
+        manifest = read_manifest(self.path(step), verify=False)
+        reader = TensorReader(self.path(step), manifest)
+        try:
+            for name, local, (_, offset, _) in local_blocks(tensors):
+                reader.fill(name, local, offset, tuple(tensors[name].shape))
+        except UserError as error:
+            raise UserError(f"{self.path(step)} does not fit this recipe: {error}; use the recipe of the run") from None
+        self.ranks.barrier()
+        return manifest.state
 
     def drop_after(self, step: int) -> None:
-        """Forget checkpoints newer than the one that the run goes on from: they are damaged."""
+        """Remove checkpoints newer than the one that the run resumes from: they are corrupt."""
         if self.ranks.main:
             for later in self.steps():
                 if later > step:
@@ -136,75 +244,19 @@ class Checkpoints:
         self.ranks.barrier()
 
 
-def write_manifest(folder: Path, state: Mapping[str, Any]) -> None:
-    """Name, size and hash of every file, the state, and a hash of all that."""
-    names = sorted(path.name for path in folder.iterdir())
-    with ThreadPoolExecutor(4) as pool:
-        hashes = list(pool.map(lambda name: digest(folder / name), names))
-    body = {
-        "state": dict(state),
-        "files": {
-            name: {"bytes": (folder / name).stat().st_size, "sha256": sha}
-            for name, sha in zip(names, hashes, strict=True)
-        },
-    }
-    with (folder / MANIFEST).open("w", encoding="utf-8") as stream:
-        json.dump({**body, "sha256": self_hash(body)}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
-    for name in names:
-        sync(folder / name)
-    sync(folder)
+def local_blocks(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Place]]:
+    """This rank's part of each tensor and its place in the whole; tensors of which it has nothing are left out."""
+    blocks = []
+    for name, tensor in tensors.items():
+        local = local_part(tensor)
+        if local.numel():
+            blocks.append((name, local, (name, local_offset(tensor), tuple(local.shape))))
+    return blocks
 
 
-def read_manifest(folder: Path, *, verify: bool = True) -> dict[str, Any]:
-    """The state of a checkpoint after checking that every byte is what was written."""
-    try:
-        whole = json.loads((folder / MANIFEST).read_bytes())
-        body = {"state": whole["state"], "files": whole["files"]}
-        if whole["sha256"] != self_hash(body):
-            raise Damaged(f"{MANIFEST} is not as it was written")
-    except FileNotFoundError:
-        raise Damaged(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError):
-        raise Damaged(f"{MANIFEST} cannot be read") from None
-    if verify:
-        for name, said in body["files"].items():
-            check_file(folder / name, said)
-    state: dict[str, Any] = body["state"]
-    return state
-
-
-def check_file(path: Path, said: Mapping[str, Any]) -> None:
-    if not path.is_file():
-        raise Damaged(f"{path.name} is missing")
-    if path.stat().st_size != said["bytes"]:
-        raise Damaged(f"{path.name} has {path.stat().st_size} bytes instead of {said['bytes']}")
-    if digest(path) != said["sha256"]:
-        raise Damaged(f"{path.name} has other bytes than were written")
-
-
-def self_hash(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def digest(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, are on the disk."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open a folder
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
 
 
 def first_line(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # which wraps what went wrong on each rank
-        error = next(iter(error.failures.values()))[0]
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -15,18 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plume.config import DistillConfig, ModelConfig, PretrainConfig, UserError
+from plume.config import DistillConfig, ModelConfig, PretrainConfig, UserError, takes_fields
 from plume.data.batches import IGNORE
-from plume.heads import Model
-from plume.model import Attention
-from plume.text import load_tokenizer
-from plume.train.devices import choose_precision
-from plume.train.loop import Outcome, Trainer
-from plume.train.objectives import CHUNK_NUMBERS, TensorBatch, Tokens, token_features
+from plume.hf import load_model, resolve, save_model, save_run_config
+from plume.model.heads import Model
+from plume.model.loss import LARGEST_CHUNK, TensorBatch, token_features
+from plume.model.transformer import Attention
+from plume.text import Tokenizer, load_tokenizer
+from plume.train.distribute import Ranks, shared_precision
+from plume.train.loop import Outcome, Task, Trainer
+from plume.train.objectives import Tokens
 from plume.train.optim import whole
-from plume.train.pretrain import as_json, begun, make_task, plain, prepared_data
-from plume.train.ranks import join
-from plume.weights import load_model, resolve, save_model
+from plume.train.pretrain import as_json, make_task, open_run, plain, prepared_data
+from plume.util.run_folder import BYTES_PER_TOKEN
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class DistillResult:
     student_loss: float | None
     teacher_weights: int
     student_weights: int
+    main: bool = True  # whether this process is the main rank
 
     def as_json(self) -> dict[str, Any]:
         return as_json({**self.__dict__, "outcome": self.outcome.__dict__})
@@ -70,8 +72,8 @@ def student_config(config: DistillConfig, teacher: ModelConfig) -> ModelConfig:
     heads = teacher.heads if config.heads is None else config.heads
     small = replace(teacher, layers=layers, width=width, heads=heads)
     if width != teacher.width:
-        small = replace(small, hidden=None)
-        if config.start == "teacher":
+        small = replace(small, mlp_width=None)
+        if config.init == "teacher":
             raise UserError(f"width={width}: layers of the teacher are {teacher.width} wide; start=random begins anew")
     if config.attention_weight and heads != teacher.heads:
         raise UserError(f"attention matching needs as many heads as the teacher: heads={teacher.heads}")
@@ -99,42 +101,42 @@ def copy_layers(student: Model, teacher: Model) -> None:
         embed.positions.weight += old.segments.weight[0]  # every token is in the first segment, so nothing changes
 
 
-class Lesson(nn.Module):
-    """The student, and a matrix to the teacher's width where theirs differ."""
+class StudentWithProjection(nn.Module):
+    """The student, and a projection to the teacher's width where theirs differ."""
 
     def __init__(self, student: Model, teacher: Model, *, hidden: bool = True) -> None:
         super().__init__()
         self.student = student
         widths = student.config.width, teacher.config.width
-        self.widen = nn.Linear(*widths, bias=False) if hidden and widths[0] != widths[1] else None
+        self.project = nn.Linear(*widths, bias=False) if hidden and widths[0] != widths[1] else None
 
 
 # ---- what is compared --------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Notes:
-    """What a forward left behind: every block's output, and where wanted its attention scores."""
+class Recorded:
+    """Of one forward: every block's output, and where needed its attention scores."""
 
     hidden: list[Tensor]  # (B, T, D) by layer
     scores: list[Tensor]  # (B, H, T, T) by layer
 
 
 @contextmanager
-def noting(model: Model, *, scores: bool) -> Iterator[Notes]:
-    notes = Notes([], [])
+def record_activations(model: Model, *, scores: bool) -> Iterator[Recorded]:
+    recorded = Recorded([], [])
     body: Any = model.body
-    hooks = [block.register_forward_hook(lambda m, args, out: notes.hidden.append(out)) for block in body.blocks]
+    hooks = [block.register_forward_hook(lambda m, args, out: recorded.hidden.append(out)) for block in body.blocks]
     if scores:
 
-        def note(attention: Attention, args: tuple[Tensor, ...]) -> None:
+        def record(attention: Attention, args: tuple[Tensor, ...]) -> None:
             q = attention.split(attention.q(args[0]))  # (B, H, T, K)
             k = attention.split(attention.k(args[0]))
-            notes.scores.append(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5)
+            recorded.scores.append(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5)
 
-        hooks += [block.attn.inner.register_forward_pre_hook(note) for block in body.blocks]
+        hooks += [block.attn.inner.register_forward_pre_hook(record) for block in body.blocks]
     try:
-        yield notes
+        yield recorded
     finally:
         for hook in hooks:
             hook.remove()
@@ -161,21 +163,21 @@ class DistillObjective(Tokens):
         counts = {"soft": targets, "hard": targets, "hidden": tokens, "attention": tokens}
         return torch.tensor([counts[name] for name in self.parts])
 
-    def totals(self, lesson: Lesson, batch: TensorBatch) -> Tensor:  # type: ignore[override]
-        student, wants = lesson.student, "attention" in self.parts
+    def totals(self, wrapped: StudentWithProjection, batch: TensorBatch) -> Tensor:  # type: ignore[override]
+        student, wants = wrapped.student, "attention" in self.parts
         if next(self.teacher.parameters()).device != batch.tokens.device:
             self.teacher.to(batch.tokens.device)
-        with torch.no_grad(), noting(self.teacher, scores=wants) as theirs:
+        with torch.no_grad(), record_activations(self.teacher, scores=wants) as theirs:
             their_states = self.hidden(self.teacher, batch)
         given = batch if student.config.segments > 1 else replace(batch, segments=None)
-        with noting(student, scores=wants) as ours:
+        with record_activations(student, scores=wants) as ours:
             states = self.hidden(student, given)
         real = real_tokens(batch)
         found = {"hard": self.token_total(student, states, batch)}
         if "soft" in self.parts:
             found["soft"] = self.soft_total(student, states, their_states, batch)
         if "hidden" in self.parts:
-            found["hidden"] = self.hidden_total(lesson, ours, theirs, real)
+            found["hidden"] = self.hidden_total(wrapped, ours, theirs, real)
         if wants:
             found["attention"] = self.attention_total(ours, theirs, real, causal=student.config.causal)
         return torch.stack([found[name] for name in self.parts])
@@ -195,7 +197,7 @@ class DistillObjective(Tokens):
                 right = F.log_softmax(F.linear(y, tables[1], their_bias).float() / heat, dim=1)
             return F.kl_div(mine, right, reduction="sum", log_target=True) * heat**2
 
-        rows = max(1, CHUNK_NUMBERS // size)
+        rows = max(1, LARGEST_CHUNK // size)
         total = features.new_zeros((), dtype=torch.float32)
         for first in range(0, len(features), rows):
             x, y = features[first : first + rows], their_features[first : first + rows]
@@ -209,15 +211,15 @@ class DistillObjective(Tokens):
             return batch.positions
         return (batch.targets.flatten() != IGNORE).nonzero()[:, 0]
 
-    def hidden_total(self, lesson: Lesson, ours: Notes, theirs: Notes, real: Tensor) -> Tensor:
+    def hidden_total(self, wrapped: StudentWithProjection, ours: Recorded, theirs: Recorded, real: Tensor) -> Tensor:
         """One minus the cosine of matched layers' states, averaged over layers, summed over tokens."""
         total = ours.hidden[0].new_zeros(())
         for mine, layer in zip(ours.hidden, self.layers, strict=True):
-            states = mine if lesson.widen is None else lesson.widen(mine)
+            states = mine if wrapped.project is None else wrapped.project(mine)
             total = total + (1 - F.cosine_similarity(states, theirs.hidden[layer], dim=2))[real].sum()
         return total / len(self.layers)
 
-    def attention_total(self, ours: Notes, theirs: Notes, real: Tensor, *, causal: bool) -> Tensor:
+    def attention_total(self, ours: Recorded, theirs: Recorded, real: Tensor, *, causal: bool) -> Tensor:
         """Squared distance of attention scores: a mean over layers, heads and what a token sees, summed over tokens."""
         seen = real[:, None, :] & real[:, :, None]  # (B, T, T)
         if causal:
@@ -242,40 +244,50 @@ def real_tokens(batch: TensorBatch) -> Tensor:
 OBJECTIVE_OF = {"next-token": "language-model", "masked-token": "masked", "pretraining": "masked"}
 
 
+@takes_fields(DistillConfig)
 def distill(config: DistillConfig) -> DistillResult:
     """Train a student on prepared or raw texts, and compare it with its teacher on the held-out ones."""
-    with join(config.train.device) as ranks:
-        with begun(config, ranks):
-            if config.attention_weight > 0 and config.train.activation_checkpointing:
-                raise UserError("attention_weight needs what train.activation_checkpointing throws away; turn one off")
-            place = resolve(config.teacher)
-            teacher = masked_only(load_model(place))
-            view = as_pretraining(config, teacher, place)
-            data = prepared_data(view, ranks)
-            tokenizer = load_tokenizer(data / "tokenizer")
-            if tokenizer.hash != load_tokenizer(place).hash:
-                raise UserError(f"{data} was not prepared with the teacher's tokenizer; prepare it with {place}")
-            torch.manual_seed(config.train.seed)
-            student = Model(view.model, teacher.kind)
-            if config.start == "teacher":
-                copy_layers(student, teacher)
-            lesson = Lesson(student, teacher, hidden=config.hidden_weight > 0)
-            objective = DistillObjective(teacher, config, student.config.layers)
-            task = replace(
-                make_task(view, student, tokenizer, data), model=lesson, objective=objective, sample=None, floor=None
-            )
-        precision = choose_precision(ranks.device, config.train.precision)
+    with open_run(config, config.train.device) as run:
+        ranks = run.ranks
+        with run.starting():
+            task, teacher, tokenizer = distill_task(config, ranks)
+        student: Model = task.model.student
+        if ranks.main:
+            save_run_config(config.folder, student, tokenizer, task.bytes_per_token)
+        precision = shared_precision(ranks, config.train.precision)
         trainer = Trainer(task, config.train, config.folder, ranks, precision)
         outcome = trainer.run(resume=config.resume)
         student = gathered(student).to(ranks.device)
         losses = [held_out_loss(task, model, ranks.device) for model in (teacher, student)]
         counts = [sum(p.numel() for p in model.parameters()) for model in (teacher, student)]
-        result = DistillResult(config.folder, outcome, losses[0], losses[1], counts[0], counts[1])
+        result = DistillResult(config.folder, outcome, losses[0], losses[1], counts[0], counts[1], ranks.main)
         if ranks.main:
-            info = {"distilled_from": config.teacher, "recipe": plain(config), **result.as_json()}
+            kept = {"distilled_from": config.teacher, BYTES_PER_TOKEN: task.bytes_per_token}
+            info = {**kept, "recipe": plain(config), **result.as_json()}
             save_model(student.cpu().eval(), config.folder / "model", tokenizer=tokenizer, info=as_json(info))
         ranks.barrier()
         return result
+
+
+def distill_task(config: DistillConfig, ranks: Ranks) -> tuple[Task, Model, Tokenizer]:
+    """What is trained, the teacher, and the tokenizer of both."""
+    if config.attention_weight > 0 and config.train.activation_checkpointing:
+        raise UserError("attention_weight needs what train.activation_checkpointing drops; turn one off")
+    place = resolve(config.teacher)
+    teacher = masked_only(load_model(place))
+    view = as_pretraining(config, teacher, place)
+    data = prepared_data(view, ranks)
+    tokenizer = load_tokenizer(data / "tokenizer")
+    if tokenizer.hash != load_tokenizer(place).hash:
+        raise UserError(f"{data} was not prepared with the teacher's tokenizer; prepare it with {place}")
+    torch.manual_seed(config.train.seed)
+    student = Model(view.model, teacher.kind)
+    if config.init == "teacher":
+        copy_layers(student, teacher)
+    wrapped = StudentWithProjection(student, teacher, hidden=config.hidden_weight > 0)
+    objective = DistillObjective(teacher, config, student.config.layers)
+    task = make_task(view, student, tokenizer, data)
+    return replace(task, model=wrapped, objective=objective, sample=None, unigram_loss=None), teacher, tokenizer
 
 
 def gathered(student: Model) -> Model:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import time
@@ -14,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plume.train.devices import choose_precision, matmul_speed
-from plume.train.ranks import Ranks, join
+from plume.train.distribute import Ranks, join
+from plume.util.devices import choose_precision, matmul_speed, memory_bytes
 
 SLOW = 2.0  # times the median: a rank beyond this is named
 NUMBERS = 1 << 22  # summed over ranks in the test: 16 MiB
@@ -88,14 +87,6 @@ def examine(ranks: Ranks) -> Health:
     )
 
 
-def memory_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 0
-
-
 def missing_ranks(group: Any, ranks: Ranks, timeout: float) -> list[int]:
     """Ranks that do not reach a barrier in time; the others then know it too."""
     try:
@@ -148,7 +139,7 @@ def show_diagnosis(found: Diagnosis) -> None:
             highlight=False,
         )
     for rank in found.dead:
-        console.print(f"rank {rank} did not answer: look at its log and its machine", style="red")
+        console.print(f"rank {rank} did not answer: check its log and its machine", style="red")
     for rank in found.slow:
         console.print(f"rank {rank} is more than {SLOW:g} times slower than the median rank", style="yellow")
     if found.well:

@@ -2,41 +2,57 @@
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from plume.config import FinetuneConfig
-from plume.config.screen import tell
-from plume.data.examples import Example
-from plume.files import aside, read_json, write_json, write_text
-from plume.heads import Model
-from plume.train import adapt, metrics
-from plume.train.devices import Precision, choose_precision
-from plume.train.jobs import EmbedJob, JobSettings, LabelJob, settings_from
-from plume.train.judge import best_null, measure, predict, sign, write_predictions
-from plume.train.labelled import Grouped
-from plume.train.loop import Outcome, Task, Trainer
-from plume.train.pretrain import begun
-from plume.train.ranks import Ranks, join
-from plume.train.report import describe_data, describe_run, plot_confusion, plot_curves
-from plume.train.span_job import SpanJob
-from plume.train.task_plan import HeldOut, Plan, build_model, make_objective, make_plan, train_config
-from plume.train.translate import Writer
-from plume.weights import load_model, save_model
+from plume.config import FinetuneConfig, TrainConfig, UserError, takes_fields
+from plume.data.batches import generator
+from plume.data.pool import run_on_ray
+from plume.hf import load_model, save_model
+from plume.model.heads import Model
+from plume.model.loss import token_loss
+from plume.tasks import metrics, saved_settings
+from plume.tasks.classify import ClassifyTask
+from plume.tasks.schema import Example, Prediction, TaskSettings
+from plume.tasks.task_kind import TaskKind, evaluate, predict
+from plume.tasks.token_rows import Grouped, LabelledBatch, LabelledRows, ValidationSample
+from plume.train import adapt
+from plume.train.assessment import Assessment, assess
+from plume.train.distribute import Ranks, shared_precision
+from plume.train.finetune_plan import FinetunePlan, make_plan
+from plume.train.finetune_report import (
+    describe_data,
+    describe_rate,
+    describe_run,
+    plot_confusion,
+    plot_curves,
+    write_predictions,
+)
+from plume.train.loop import NonFiniteError, Outcome, Task, Trainer
+from plume.train.lr_search import LONGEST, best_rate, plot_search, search
+from plume.train.pretrain import open_run
+from plume.util.console import tell
+from plume.util.devices import Precision, pick_device
+from plume.util.files import aside, read_json, write_json, write_text
 
 FEW = 5000  # training rows below which results depend on the seed so much that one run says little
 SEEDS = 3
-HELD_OUT = 512  # validation rows that the loss is measured on; the metric is measured on all
+VALIDATED = 512  # validation rows that the loss is measured on; the metric is measured on all
+VALIDATIONS = 10  # of a contrastive training, which has few rows and many epochs
+APART = 5  # steps between validations at least, unless configured
 
 
 @dataclass(frozen=True)
 class SeedResult:
-    """How one run of one seed ended."""
+    """The result of one seed."""
 
     seed: int
     score: float
@@ -44,20 +60,24 @@ class SeedResult:
     best_step: int
     steps: int
     seconds: float
-    failed: bool  # no better than answers that ignore the input
+    failed: bool  # no better than predictions that ignore the input
     history: list[dict[str, float]] = field(default_factory=list)
+    training: dict[str, float] = field(default_factory=dict)  # loss and metrics on a sample of the training rows
 
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What came of a fine-tuning."""
+    """The result of a fine-tuning."""
 
     folder: Path
+    kind: str
     metric: str
     seeds: list[SeedResult]
     best: SeedResult
     test: dict[str, float] | None = None
     baseline: float = 0.0
+    assessment: Assessment | None = None
+    main: bool = True  # whether this process speaks for all ranks
 
     @property
     def model(self) -> Path:
@@ -67,60 +87,229 @@ class FinetuneResult:
     def summary(self) -> dict[str, float]:
         return dict(metrics.summary([seed.score for seed in self.seeds]))
 
+    def as_json(self) -> dict[str, Any]:
+        found = {
+            "kind": self.kind,
+            "metric": self.metric,
+            "seeds": [asdict(seed) for seed in self.seeds],
+            "test": self.test,
+            "baseline": self.baseline,
+            "summary": self.summary,
+            "best_seed": self.best.seed,
+        }
+        return found | ({} if self.assessment is None else self.assessment.as_json())
+
+
+# ---- the loss ----------------------------------------------------------------------------------------------------
+
+
+class TaskObjective:
+    """The task's loss and the language model's on the same rows: L3 = L2 + auxiliary_weight * L1.
+
+    L1 of a row is the mean over its tokens, and an item's rows count equally, so that long texts weigh no more.
+    """
+
+    def __init__(self, kind: TaskKind, auxiliary_weight: float = 0.0, *, frozen_body: bool = False) -> None:
+        self.kind, self.auxiliary_weight, self.frozen_body = kind, auxiliary_weight, frozen_body
+        self.parts: Mapping[str, float] = {"task": 1.0}
+        if auxiliary_weight:
+            self.parts = {"task": 1.0, "language_model": auxiliary_weight}
+
+    def counts(self, batch: Any) -> Tensor:
+        counts = [self.kind.count(batch), *([float(len(batch))] if self.auxiliary_weight else [])]
+        return torch.tensor(counts, dtype=torch.float32)
+
+    def totals(self, model: Model, batch: Any) -> Tensor:
+        if self.frozen_body:
+            model.body.eval()  # no dropout in features
+            with torch.no_grad():
+                hidden = self.kind.hidden(model, batch)
+        else:
+            hidden = self.kind.hidden(model, batch)
+        totals = [self.kind.losses(model, hidden, batch).sum()]
+        if self.auxiliary_weight:
+            totals.append(language_model_total(model, hidden, batch))
+        return torch.stack(totals)
+
+
+def language_model_total(model: Model, hidden: Tensor, batch: LabelledBatch) -> Tensor:
+    """The sum over items of the mean over rows of the mean over tokens of the next-token loss."""
+    following = torch.arange(1, batch.tokens.shape[1], device=hidden.device) < batch.lengths[:, None]  # (R, T - 1)
+    rows_of_item = torch.bincount(batch.items, minlength=len(batch))[batch.items]  # (R,)
+    share = 1.0 / ((batch.lengths - 1).clamp(min=1) * rows_of_item)  # (R,)
+    weights = share[:, None].expand_as(following)[following]
+    return token_loss(
+        hidden[:, :-1][following],
+        model.table,
+        batch.tokens[:, 1:][following],
+        vocab_size=model.config.vocab_size,
+        weights=weights.to(hidden.dtype),
+    )
+
 
 # ---- one seed ----------------------------------------------------------------------------------------------------
 
 
-def run_seed(plan: Plan, seed: int, folder: Path, ranks: Ranks, precision: Precision) -> SeedResult:
-    """Train with one seed, keep its best weights as a model folder, and say how good they are."""
+def build_model(plan: FinetunePlan, seed: int) -> tuple[Model, adapt.Freezer]:
+    """The pretrained model with a fresh head and new rows, and what decides which of its weights learn."""
+    config = plan.config
+    torch.manual_seed(seed)
+    labels = plan.data.labels if plan.data.labels else None
+    model = load_model(config.model, head=plan.kind.head, labels=labels)
+    fresh = adapt.grow_table(model, max(plan.tokenizer.vocab_size, model.config.vocab_size))
+    adapt.keep_layers(model, config.adapt.transfer_layers)
+    adapt.set_dropout(model, config.dropout, config.classifier_dropout)
+    if config.adapt.mode == "lora":
+        adapt.add_lora(model, config.adapt, fresh)
+    return model, adapt.Freezer(model, config.adapt)
+
+
+def train_config(plan: FinetunePlan, steps_per_epoch: int, seed: int, *, causal: bool) -> TrainConfig:
+    config = plan.config
+    steps = planned_steps(config, steps_per_epoch)
+    warmup = (0.002 if causal else 0.1) if config.warmup_ratio is None else config.warmup_ratio
+    part = steps_per_epoch // 5 if config.contrastive is None else steps // VALIDATIONS
+    every = max(APART, part) if config.validate_every is None else config.validate_every
+    return TrainConfig(
+        steps=steps,
+        batch=config.batch,
+        micro_batch=config.batch if config.micro_batch is None else config.micro_batch,
+        lr=plan.lr,
+        beta2=0.999,
+        weight_decay=config.weight_decay,
+        grad_clip=config.grad_clip,
+        schedule="linear",
+        warmup_steps=min(steps, math.ceil(warmup * steps)),
+        final_lr_ratio=0.0,
+        seed=seed,
+        device=config.device,
+        precision=config.precision,
+        log_every=max(1, min(20, steps // 10)),
+        validate_every=min(every, steps),
+        checkpoint_every=steps_per_epoch if config.contrastive is None else steps,
+        keep_last=1,
+    )
+
+
+def planned_steps(config: FinetuneConfig, steps_per_epoch: int) -> int:
+    if config.contrastive is not None:
+        return config.contrastive
+    return max(1, math.ceil(config.epochs * steps_per_epoch))
+
+
+def run_seed(plan: FinetunePlan, seed: int, folder: Path, ranks: Ranks, precision: Precision) -> SeedResult:
+    """Train with one seed and save the best weights as a model folder."""
     config = plan.config
     model, freezer = build_model(plan, seed)
     batches = Grouped(plan.train, config.batch, seed=seed)
     history: list[dict[str, float]] = []
 
-    def judge(model: Model) -> float:
-        found = measure(plan.job, model, plan.validation, plan.data.validation).results()
+    def validate(model: Model) -> float:
+        found = measured(plan, model).results()
         history.append({"step": float(trainer.step), **found})
-        trainer.progress.found = {plan.metric: found[plan.metric]}
-        return sign(plan.metric) * found[plan.metric]
+        trainer.logger.metrics = {plan.metric: found[plan.metric]}
+        return metrics.as_loss(plan.metric, found[plan.metric])
 
-    task = make_task(plan, model, batches, judge, freezer)
+    task = make_task(plan, model, batches, validate, freezer)
     folder.mkdir(parents=True, exist_ok=True)
     settings = train_config(plan, batches.steps, seed, causal=model.config.causal)
     trainer = Trainer(task, settings, folder, ranks, precision)
-    learns, total = adapt.trainable(model)
-    trainer.progress.say(f"seed {seed}: {learns:,} of {total:,} weights learn, {settings.steps} steps")
+    trained, total = adapt.trainable(model)
+    trainer.logger.print(f"seed {seed}: {trained:,} of {total:,} weights are trained, {settings.steps} steps")
     outcome = trainer.run(resume=config.resume)
     if not outcome.finished:
         raise KeyboardInterrupt
-    final = tuned_settings(plan, model.eval())
-    result = measured(plan, model, seed, outcome, history)
+    fit_head(plan, model.eval())
+    plan.kind.settings = tuned_settings(plan, model)
+    result = seed_result(plan, model, seed, outcome, history)
     if ranks.main:
-        save_run(plan, model, final, result, folder)
+        save_run(plan, model, result, folder)
     return result
 
 
+def with_best_rate(plan: FinetunePlan, count: int, ranks: Ranks, precision: Precision) -> FinetunePlan:
+    """The plan with the learning rate that a search finds."""
+    folder = plan.config.folder
+    steps = min(LONGEST, planned_steps(plan.config, Grouped(plan.train, plan.config.batch, seed=0).steps))
+
+    def attempt(lr: float) -> float:
+        return try_rate(replace(plan, lr=lr), steps, folder / "search", ranks, precision)
+
+    rates = search(count, attempt, folder, resume=plan.config.resume, main=ranks.main)
+    ranks.wait_long()
+    shutil.rmtree(folder / "search", ignore_errors=True)
+    lr = best_rate(rates)
+    if ranks.main:
+        plot_search(rates, plan.metric if plan.kind.selects_by_metric else "loss", lr, folder / "search.png")
+    return replace(plan, rates=rates, lr=lr, lr_source=f"found by --search {count}, {steps} steps each")
+
+
+def try_rate(plan: FinetunePlan, steps: int, folder: Path, ranks: Ranks, precision: Precision) -> float:
+    """The validation score, lower is better, after a short training; infinite where it diverges."""
+    model, freezer = build_model(plan, plan.config.seed)
+    batches = Grouped(plan.train, plan.config.batch, seed=plan.config.seed)
+    whole = train_config(plan, batches.steps, plan.config.seed, causal=model.config.causal)
+    warmup = math.ceil(steps * whole.warmup_steps / whole.steps)
+    settings = replace(whole, steps=steps, warmup_steps=warmup, validate_every=steps, checkpoint_every=steps)
+
+    def validate(model: Model) -> float:
+        return metrics.as_loss(plan.metric, measured(plan, model).results()[plan.metric])
+
+    task = replace(make_task(plan, model, batches, validate, freezer), patience=None)
+    if ranks.main:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks.barrier()
+    try:
+        outcome = Trainer(task, settings, folder, ranks, precision).run(resume=False)
+    except NonFiniteError:
+        return math.inf
+    if not outcome.finished:
+        raise KeyboardInterrupt
+    assert outcome.validation is not None
+    return outcome.validation if math.isfinite(outcome.validation) else math.inf
+
+
 def make_task(
-    plan: Plan, model: Model, batches: Grouped, judge: Callable[[Model], float], freezer: adapt.Freezer
+    plan: FinetunePlan, model: Model, batches: Grouped, validate: Callable[[Model], float], freezer: adapt.Freezer
 ) -> Task:
     config = plan.config
-    shares = adapt.shares(model, config.adapt.layer_decay) if config.adapt.layer_decay < 1.0 else {}
+    scales = adapt.lr_scales(model, config.adapt.layer_decay) if config.adapt.layer_decay < 1.0 else {}
     return Task(
         model=model,
         objective=make_objective(plan),
         train=batches,
-        validation=HeldOut(plan.validation, min(HELD_OUT, len(plan.validation))),
-        judge=judge if plan.job.judged else None,
+        validation=ValidationSample(plan.validation, VALIDATED, group=config.batch, seed=config.seed),
+        evaluate=validate if plan.kind.selects_by_metric else None,
         patience=config.patience,
-        share=lambda name: shares.get(name, 1.0),
+        lr_scale=lambda name: scales.get(name, 1.0),
         before_step=freezer.at,
-        some_rest=True,  # a frozen layer, a head that an objective does not ask
+        find_unused_parameters=True,  # a frozen layer, a head that the loss does not use
     )
 
 
-def measured(plan: Plan, model: Model, seed: int, outcome: Outcome, history: list[dict[str, float]]) -> SeedResult:
-    """What the weights that were kept are worth."""
-    metric = measure(plan.job, model, plan.validation, plan.data.validation)
+def make_objective(plan: FinetunePlan) -> TaskObjective:
+    return TaskObjective(plan.kind, plan.auxiliary_weight, frozen_body=plan.config.adapt.mode == "features")
+
+
+def measured(plan: FinetunePlan, model: Model) -> metrics.TaskMetric:
+    """The task's metric on all validation rows."""
+    fit_head(plan, model)
+    examples = plan.data.validation
+    return evaluate(plan.kind, examples, predict(plan.kind, model, plan.validation, examples))
+
+
+def fit_head(plan: FinetunePlan, model: Model) -> None:
+    """A head on the summaries of the training rows, where pairs of them trained the body alone."""
+    if plan.config.contrastive is not None:
+        assert isinstance(plan.kind, ClassifyTask) and isinstance(plan.train, LabelledRows)
+        plan.kind.fit_head(model, plan.train)
+
+
+def seed_result(
+    plan: FinetunePlan, model: Model, seed: int, outcome: Outcome, history: list[dict[str, float]]
+) -> SeedResult:
+    metric = measured(plan, model)
     found = metric.results()
     return SeedResult(
         seed=seed,
@@ -129,31 +318,42 @@ def measured(plan: Plan, model: Model, seed: int, outcome: Outcome, history: lis
         best_step=outcome.step if outcome.best_step is None else outcome.best_step,
         steps=outcome.step,
         seconds=outcome.seconds,
-        failed=not metrics.better(plan.metric, found[plan.metric], metric.baseline(plan.metric)),
+        failed=not metrics.is_better(plan.metric, found[plan.metric], metric.baseline(plan.metric)),
         history=history,
+        training=training_fit(plan, model),
     )
 
 
-def tuned_settings(plan: Plan, model: Model) -> JobSettings:
-    """The job's settings with thresholds chosen on the validation rows, where that was asked or is needed."""
-    job, examples, settings = plan.job, plan.data.validation, plan.job.settings
-    wants_label = plan.config.tune_threshold and isinstance(job, LabelJob) and len(settings.labels) == 2
-    wants_null = isinstance(job, SpanJob) and settings.null_threshold is not None
-    if not wants_label and not wants_null:
-        return settings
-    given = predict(job, model, plan.validation, examples)
-    if wants_label:
-        second = settings.labels[1]
-        scores = [given[i].scores[second] for i in range(len(examples))]
-        chosen = metrics.best_threshold(scores, [e.label == second for e in examples], plan.metric)
-        job.settings = replace(settings, threshold=chosen)
-    else:
-        job.settings = replace(settings, null_threshold=best_null(examples, given))
-    return job.settings
+@torch.no_grad()
+def training_fit(plan: FinetunePlan, model: Model) -> dict[str, float]:
+    """The loss, and the metrics unless they take long, on some training rows without dropout."""
+    kind, size = plan.kind, plan.config.batch
+    drawn = generator(plan.config.seed, "training sample").permutation(len(plan.data.train))[:VALIDATED]
+    examples = [plan.data.train[i] for i in np.sort(drawn)]
+    rows, device = kind.encode(examples), next(model.parameters()).device
+    numbers, total, count = np.arange(len(rows)), 0.0, 0.0
+    for first in range(0, len(rows), size):
+        batch = rows.part(numbers, first, min(size, len(rows) - first), group=size).to(device)
+        total += float(kind.losses(model, kind.hidden(model, batch), batch).sum())
+        count += kind.count(batch)
+    found = {"loss": total / max(count, 1.0)}
+    if kind.selects_by_metric:
+        found |= evaluate(kind, examples, predict(kind, model, rows, examples)).results()
+    return found
 
 
-def save_run(plan: Plan, model: Model, settings: JobSettings, result: SeedResult, folder: Path) -> None:
-    """The seed's model folder, its adapter if it has one, and its result; its checkpoints are not needed any more."""
+def tuned_settings(plan: FinetunePlan, model: Model) -> TaskSettings:
+    """The task's settings with thresholds chosen on the validation rows."""
+    examples = plan.data.validation
+
+    def predictions() -> dict[int, Prediction]:
+        return predict(plan.kind, model, plan.validation, examples)
+
+    return plan.kind.tuned(examples, predictions, plan.metric)
+
+
+def save_run(plan: FinetunePlan, model: Model, result: SeedResult, folder: Path) -> None:
+    """The seed's model folder, its adapter if it has one, and its result; its checkpoints are removed."""
     config = plan.config
     if config.adapt.mode == "lora":
         adapt.save_adapter(model, config.adapt, folder / "adapter", base=str(config.model))
@@ -164,7 +364,7 @@ def save_run(plan: Plan, model: Model, settings: JobSettings, result: SeedResult
         "score": result.score,
         "results": result.metrics,
         "seed": result.seed,
-        "task": asdict(settings),
+        "task": asdict(plan.kind.settings),
     }
     save_model(model, folder / "model", tokenizer=plan.tokenizer, info=info)
     write_json(folder / "result.json", asdict(result))
@@ -174,70 +374,107 @@ def save_run(plan: Plan, model: Model, settings: JobSettings, result: SeedResult
 # ---- the whole run -----------------------------------------------------------------------------------------------
 
 
-def finetune(config: FinetuneConfig, *, writer: Writer | None = None) -> FinetuneResult:
-    """Fine-tune, with several seeds where the set is small; the best one's model is the run's.
-
-    `writer` gives an encoder-decoder's texts; plume.finetune brings the generator's.
-    """
-    with join(config.device) as ranks:
-        with begun(config, ranks):
-            plan = make_plan(config, writer)
-        precision = choose_precision(ranks.device, config.precision)
+@takes_fields(FinetuneConfig)
+def finetune(config: FinetuneConfig) -> FinetuneResult:
+    """Fine-tune a pretrained model on labelled rows, with several seeds on a small set; the best one is kept."""
+    with open_run(config, config.device) as run:
+        ranks = run.ranks
+        with run.starting():
+            plan = make_plan(config)
+        precision = shared_precision(ranks, config.precision)
+        if ranks.main:  # before the search, which may take long
+            tell("\n".join([describe_data(plan), *(f"warning: {finding}" for finding in plan.findings)]))
+        if config.search is not None:
+            plan = with_best_rate(plan, config.search, ranks, precision)
         if ranks.main:
-            tell(describe_data(plan))
-        results, settings = [], plan.job.settings
-        for seed in seeds_of(config, len(plan.data.train)):
-            folder = config.folder / f"seed-{seed}"
-            if config.resume and (folder / "result.json").is_file():
-                results.append(SeedResult(**read_json(folder / "result.json")))
-                continue
-            plan.job.settings = settings  # without the thresholds of the seed before
-            results.append(run_seed(plan, seed, folder, ranks, precision))
-        best = min(results, key=lambda r: sign(plan.metric) * r.score)
-        result = FinetuneResult(config.folder, plan.metric, results, best)
+            tell(describe_rate(plan))
+        results = run_seeds(plan, ranks, precision)
+        best = min(results, key=lambda r: metrics.as_loss(plan.metric, r.score))
+        result = FinetuneResult(config.folder, plan.data.kind, plan.metric, results, best, main=ranks.main)
         if ranks.main:
             result = finish(plan, result, ranks.device)
+            assert result.assessment is not None
+            tell("\n".join(result.assessment.lines(shown=plan.findings)))
         ranks.wait_long()
         return result
 
 
+def run_seeds(plan: FinetunePlan, ranks: Ranks, precision: Precision) -> list[SeedResult]:
+    """The results of all seeds, in their order; finished ones are read when a run is resumed."""
+    config, results = plan.config, dict[int, SeedResult]()
+    seeds = seeds_of(config, len(plan.data.train))
+    for seed in seeds:
+        file = config.folder / f"seed-{seed}" / "result.json"
+        if config.resume and file.is_file():
+            results[seed] = SeedResult(**read_json(file))
+    tasks = [{"seed": seed} for seed in seeds if seed not in results]
+    if config.backend == "ray":
+        if ranks.many:
+            raise UserError("backend=ray trains each seed in one process; start it without torchrun")
+        done = run_on_ray(SeedStage, (config, plan.lr), tasks, device=config.device)
+    else:
+        done = map(SeedStage(config, plan.lr, plan, ranks, precision), tasks)
+    results |= {result["seed"]: SeedResult(**result) for result in done}
+    return [results[seed] for seed in seeds]
+
+
+class SeedStage:
+    """What a worker does with a seed: train with it; elsewhere from the config alone."""
+
+    def __init__(
+        self,
+        config: FinetuneConfig,
+        lr: float,
+        plan: FinetunePlan | None = None,
+        ranks: Ranks | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        self.plan = replace(make_plan(config), lr=lr) if plan is None else plan
+        self.ranks = Ranks(device=pick_device(config.device)) if ranks is None else ranks
+        self.precision = shared_precision(self.ranks, config.precision) if precision is None else precision
+        self.settings = self.plan.kind.settings
+
+    def __call__(self, task: dict[str, Any]) -> dict[str, Any]:
+        self.plan.kind.settings = self.settings  # without the thresholds of the seed before
+        folder = self.plan.config.folder / f"seed-{task['seed']}"
+        return asdict(run_seed(self.plan, task["seed"], folder, self.ranks, self.precision))
+
+
 def seeds_of(config: FinetuneConfig, rows: int) -> range:
-    """One run says little on a small set."""
+    """Several on a small set, where one run says little."""
     count = config.seeds if config.seeds is not None else SEEDS if rows < FEW else 1
     return range(config.seed, config.seed + count)
 
 
-def finish(plan: Plan, result: FinetuneResult, device: torch.device) -> FinetuneResult:
+def finish(plan: FinetunePlan, result: FinetuneResult, device: torch.device) -> FinetuneResult:
     """The best seed's model, its predictions, plots and the report."""
-    folder, data, job = plan.config.folder, plan.data, plan.job
+    folder, data = plan.config.folder, plan.data
     with aside(folder / "model") as new:
         shutil.copytree(folder / f"seed-{result.best.seed}" / "model", new)
     model = load_model(folder / "model").to(device)
-    job.settings = settings_from(read_json(folder / "model" / "plume.json")["task"])
-    metric = answered(plan, model, data.validation, folder / "predictions.jsonl")
-    test = answered(plan, model, data.test, folder / "test_predictions.jsonl") if data.test else None
-    measured = all(e.label is not None for e in data.test)
+    if (settings := saved_settings(folder / "model")) is not None:
+        plan.kind.settings = settings
+    validation = predicted(plan, model, data.validation, folder / "predictions.jsonl")
+    test = predicted(plan, model, data.test, folder / "test_predictions.jsonl") if data.test else None
+    if not all(e.label is not None for e in data.test):
+        test = None
+    metric = evaluate(plan.kind, data.validation, validation)
     result = replace(
         result,
-        test=test.results() if test is not None and measured else None,
+        test=None if test is None else evaluate(plan.kind, data.test, test).results(),
         baseline=metric.baseline(plan.metric),
+        assessment=assess(plan, result.best, validation, test),
     )
-    if isinstance(metric, metrics.Labels):
+    if isinstance(metric, metrics.ClassificationMetric):
         plot_confusion(metric.confusion, data.labels, folder / "confusion.png")
     plot_curves({f"seed {s.seed}": s.history for s in result.seeds}, plan.metric, folder / "curve.png")
-    write_text(folder / "report.md", describe_run(plan, result))
-    about = {name: value for name, value in asdict(result).items() if name not in ("folder", "best")}
-    write_json(folder / "results.json", {**about, "summary": result.summary, "best_seed": result.best.seed})
+    write_text(folder / "report.md", describe_run(plan, result, metric, validation))
+    write_json(folder / "results.json", result.as_json())
     return result
 
 
-def answered(plan: Plan, model: Model, examples: list[Example], path: Path) -> Any:
-    """The metric over some examples, those without a label left out; every answer is written down."""
-    job = plan.job
-    answers = predict(job, model, job.encode(examples), examples)
-    write_predictions(path, examples, answers)
-    metric = job.metric()
-    for number, answer in answers.items():
-        if examples[number].label is not None or (isinstance(job, EmbedJob) and not job.scored):
-            job.judge(metric, examples[number], answer)
-    return metric
+def predicted(plan: FinetunePlan, model: Model, examples: Sequence[Example], path: Path) -> dict[int, Prediction]:
+    """A prediction for every example, also written to a file."""
+    predictions = predict(plan.kind, model, plan.kind.encode(examples), examples)
+    write_predictions(path, examples, predictions)
+    return predictions

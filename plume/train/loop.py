@@ -1,6 +1,6 @@
 """The one training loop: gradients over parts and ranks, the update, and all that happens between two updates.
 
-What a task brings (pretraining, fine-tuning and distillation each bring their own):
+What a task provides (pretraining, fine-tuning and distillation each have their own):
 
     objective.parts            names of the parts of the loss with their weights; a part of weight 0 is only measured
     objective.counts(batch)    how many targets each part has, (K,): known before any loss is computed
@@ -31,12 +31,13 @@ from torch import Tensor, nn
 
 from plume.config import TrainConfig, UserError
 from plume.train.checkpoint import Checkpoints
-from plume.train.devices import Precision, is_out_of_memory
-from plume.train.distribute import Distributed, distribute
-from plume.train.feed import Batches, Feed
+from plume.train.distribute import Distributed, Ranks, distribute, is_lost_connection, report_failed_rank
+from plume.train.first_weights import FirstWeights
+from plume.train.microbatches import Batches, Microbatches, Seekable
 from plume.train.optim import Optimizers, rate, same_mesh, total_norm, whole
-from plume.train.progress import Progress
-from plume.train.ranks import Ranks
+from plume.train.training_log import TrainingLog
+from plume.util.devices import Precision, is_out_of_memory
+from plume.util.run_folder import CHECKPOINTS
 
 
 class Objective(Protocol):
@@ -51,17 +52,21 @@ class Objective(Protocol):
 class Task:
     """What is trained on what."""
 
-    model: Any  # a plume.heads.Model, or anything that its objective understands
+    model: Any  # a plume.model.heads.Model, or anything that its objective understands
+    first_weights: FirstWeights | None = None  # of a model that was built on the meta device
     objective: Objective
     train: Batches
     validation: Batches | None = None
+    data: str | None = None  # a fingerprint of what is read; a run is resumed on the same
+    allow_other_data: bool = False
     sample: Callable[[Any], str] | None = None  # a text that shows what the model can do
-    floor: float | None = None  # what the first part gives to a model that knows only how frequent each token is
-    share: Callable[[str], float] = lambda name: 1.0  # of the learning rate, by parameter name
-    judge: Callable[[Any], float] | None = None  # of the model, lower is better; unset means the validation loss
+    bytes_per_token: float | None = None  # of the validation text, for its loss in bits per byte
+    unigram_loss: float | None = None  # first part of the loss of a model that knows token frequencies alone
+    lr_scale: Callable[[str], float] = lambda name: 1.0  # of the learning rate, by parameter name
+    evaluate: Callable[[Any], float] | None = None  # score of the model, lower is better; unset means validation loss
     patience: int | None = None  # validations without a better one after which to stop
     before_step: Callable[[int], None] | None = None  # such as to unfreeze a layer; a pure function of the step
-    some_rest: bool = False  # there may be steps in which not every parameter gets a gradient
+    find_unused_parameters: bool = False  # there may be steps in which some parameters get no gradient
 
 
 @dataclass(frozen=True)
@@ -69,16 +74,17 @@ class Outcome:
     """How a run ended. The model holds the best weights when keep_best is on, otherwise the last."""
 
     step: int
-    finished: bool  # False when it was asked to stop before its last step
+    finished: bool  # False when it was interrupted before its last step
     loss: float  # of training, averaged since the log line before the last
     validation: float | None
+    parts: dict[str, float]  # of the validation loss, or else of the training loss, where it has several
     best_step: int | None
     tokens: int
     seconds: float
 
 
-class NonFinite(UserError):
-    """The loss or the gradient is no number any more; the weights are as they were before the step."""
+class NonFiniteError(UserError):
+    """The loss or the gradient is NaN or infinite; the weights are those before the step."""
 
 
 class LossModule(nn.Module):
@@ -93,24 +99,39 @@ class LossModule(nn.Module):
 
 
 class Trainer:
-    """One run of one task. `run` starts it, or continues it from the newest whole checkpoint in its folder."""
+    """One run of one task. `run` starts it, or resumes it from the newest valid checkpoint in its folder."""
 
     def __init__(self, task: Task, config: TrainConfig, folder: Path, ranks: Ranks, precision: Precision) -> None:
         self.task, self.config, self.ranks, self.folder, self.precision = task, config, ranks, folder, precision
         self.weights = torch.tensor(list(task.objective.parts.values()), device=ranks.device)  # (K,)
-        module = LossModule(task.model.to(ranks.device), task.objective)
-        self.distributed: Distributed = distribute(module, config, ranks, precision, some_rest=task.some_rest)
-        self.feed = Feed(task.train, config, ranks, self.distributed)
-        self.optimizers = Optimizers(task.model, config, task.share)
-        self.progress = Progress(folder, config, ranks, list(task.objective.parts))
-        self.checkpoints = Checkpoints(folder / "checkpoints", ranks, keep_last=config.keep_last, say=self.progress.say)
+        first = task.first_weights
+        model = task.model.to(ranks.device) if first is None else task.model
+        self.distributed: Distributed = distribute(
+            LossModule(model, task.objective),
+            config,
+            ranks,
+            precision,
+            find_unused_parameters=task.find_unused_parameters,
+            fill=None if first is None else lambda module: first.fill(module, model, ranks.device),
+        )
+        self.task = replace(task, first_weights=None)  # nothing keeps the files they come from open
+        self.microbatches = Microbatches(task.train, config, ranks, self.distributed)
+        self.optimizers = Optimizers(task.model, config, task.lr_scale, ranks)
+        self.logger = TrainingLog(folder, config, ranks, list(task.objective.parts))
+        self.logger.bytes_per_token = task.bytes_per_token
+        background = ranks.device.type != "cpu" if config.async_checkpoints is None else config.async_checkpoints
+        self.checkpoints = Checkpoints(
+            folder / CHECKPOINTS, ranks, keep_last=config.keep_last, print=self.logger.print, background=background
+        )
         self.step = self.tokens = 0
         self.seconds = 0.0
-        self.best: tuple[float, int] | None = None  # lowest validation loss (or what the judge says), step
-        self.worse = 0  # validations since then
+        self.best: tuple[float, int] | None = None  # lowest score, its step
+        self.worse = 0  # validations since the best
         self.validation: float | None = None
-        self.early = False  # whether patience has run out
-        self.asked = self.stop = False  # to end the run: by a signal here, and as all ranks agree
+        self.validation_parts: dict[str, float] = {}  # of the weights that the run would end with
+        self.early = False  # stopped for lack of improvement
+        self.stop_requested = self.stop = False  # by a signal to this process; on all ranks
+        self.written = False  # whether every rank has written its part of the checkpoint under way
         self.sums = torch.zeros(2, len(self.weights), device=ranks.device, dtype=torch.float64)  # totals, counts
 
     # -- the run
@@ -119,31 +140,47 @@ class Trainer:
         if resume:
             self.restore()
         self.task.model.train()
-        with self.stopping(), self.progress.live(self.step):
-            began, before = time.perf_counter(), self.seconds
-            while not self.done and not self.stop:
-                self.update()
-                self.seconds = before + time.perf_counter() - began
-                self.stop |= self.asked and not self.ranks.many
-                self.between()
+        with self.stopping(), self.logger.live(self.step):
+            try:
+                self.train()
+            except RuntimeError as error:
+                if not self.ranks.many or not is_lost_connection(error):
+                    raise
+                report_failed_rank(self.ranks, error, self.step, max(self.checkpoints.steps(), default=None))
         if self.done:
             self.choose_weights()
         else:
-            self.progress.say(f"stopped after step {self.step}, as asked; --resume goes on from here")
-        loss = self.progress.last_loss
+            self.logger.print(f"interrupted at step {self.step}, checkpoint saved; continue with --resume")
+        loss = self.logger.last_loss
         best_step = None if self.best is None else self.best[1]
         validation = None if self.best is None else self.best[0] if self.config.keep_best else self.validation
-        return Outcome(self.step, self.done, loss, validation, best_step, self.tokens, self.seconds)
+        parts = self.validation_parts if self.validation_parts else self.logger.last_parts
+        return Outcome(self.step, self.done, loss, validation, parts, best_step, self.tokens, self.seconds)
+
+    def train(self) -> None:
+        began, before = time.perf_counter(), self.seconds
+        timing, now = self.logger.time_left, began
+        timing.validation_rows = 0 if self.task.validation is None else self.task.validation.rows(0)
+        while not self.done and not self.stop:
+            self.update()
+            now, last = time.perf_counter(), now
+            timing.updated(self.step, now - last)
+            self.seconds = before + now - began
+            self.stop |= self.stop_requested and not self.ranks.many
+            self.between()
+            now, last = time.perf_counter(), now
+            timing.paused(self.step, now - last)
+        self.checkpoints.finish()
 
     def choose_weights(self) -> None:
         """At the end: those of the best step, the mean of several steps, or simply the last."""
         if self.config.keep_best and self.best is not None and self.best[1] != self.step:
-            if self.checkpoints.whole(self.best[1]):
+            if self.checkpoints.problem(self.best[1]) is None:
                 self.checkpoints.load(self.best[1], self.tensors())
-                self.progress.say(f"the weights of step {self.best[1]} are the best in validation: they are kept")
+                self.logger.print(f"restored the best checkpoint (step {self.best[1]})")
             else:
-                self.progress.say(f"the weights of step {self.best[1]} were the best, but are damaged")
-        if self.config.average > 1:
+                self.logger.print(f"the best checkpoint (step {self.best[1]}) is corrupt; keeping the last weights")
+        if self.config.average_checkpoints > 1:
             self.average_weights()
 
     @property
@@ -153,6 +190,8 @@ class Trainer:
     def between(self) -> None:
         """After an update: log, validate, show samples, save; each when it is due."""
         config = self.config
+        if self.written:
+            self.checkpoints.commit()
         often = max(1, config.steps // 10) if config.validate_every is None else config.validate_every
         if self.due(config.log_every):
             self.log()
@@ -183,23 +222,24 @@ class Trainer:
             self.shrink(reason)  # outside the handler, which would keep the failed step's tensors alive
         norm = total_norm(self.optimizers.gradients())
         if not math.isfinite(norm):
-            raise NonFinite(self.why_not_finite(norm, totals))
+            raise NonFiniteError(self.why_not_finite(norm, totals))
         self.clip(norm)
         self.optimizers.step(rate(self.step, self.config))
         self.optimizers.zero_grad()
         self.sums[0] += totals
         self.sums[1] += counts
-        self.progress.norm = norm
+        self.logger.norm = norm
         self.step += 1
 
     def gradients(self) -> tuple[Tensor, Tensor]:
         """Gradients of the loss of the whole batch; (K,) totals of this rank and (K,) counts of all."""
-        parts = self.feed.load(self.step)
+        parts = self.microbatches.load(self.step)
         counts = torch.stack([self.task.objective.counts(batch) for _, batch in parts]).sum(dim=0)
-        told = torch.cat([counts, torch.tensor([float(self.asked), sum(b.tokens.numel() for _, b in parts)])])
-        told = self.ranks.sum(told.to(self.ranks.device, torch.float64))
-        counts = told[:-2]
-        self.stop = bool(told[-2] > 0)
+        tokens = sum(b.tokens.numel() for _, b in parts)
+        local = torch.tensor([float(self.stop_requested), float(self.checkpoints.written), tokens])
+        summed = self.ranks.sum(torch.cat([counts, local]).to(self.ranks.device, torch.float64))
+        counts = summed[:-3]
+        self.stop, self.written = bool(summed[-3] > 0), bool(summed[-2] == self.ranks.size)
         scale = self.weights * self.ranks.size / counts.clamp(min=1)  # ranks are averaged where we want their sum
         totals = torch.zeros_like(counts)
         for number, (first, batch) in enumerate(parts):
@@ -208,21 +248,21 @@ class Trainer:
                 part = self.distributed.module(batch.to(self.ranks.device))  # (K,)
                 (part * scale.to(part.dtype)).sum().backward()
             totals += part.detach()
-        self.tokens += int(told[-1]) * self.distributed.replicas // self.ranks.size  # split matrices see the same rows
+        self.tokens += int(summed[-1]) * self.distributed.replicas // self.ranks.size
         return totals, counts
 
     def shrink(self, reason: str) -> None:
         """Out of memory: the same step again with smaller micro-batches."""
         self.optimizers.zero_grad()
-        rows = self.feed.shrink(self.step, reason)
+        rows = self.microbatches.shrink(self.step, reason)
         if self.ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.progress.say(f"out of memory at step {self.step}: now {rows} sequences at a time, same batch")
+        self.logger.print(f"out of memory at step {self.step}: micro_batch reduced to {rows}, same batch")
 
     def clip(self, norm: float) -> None:
-        if norm > self.config.clip:
+        if norm > self.config.grad_clip:
             for together in same_mesh(self.optimizers.gradients()):
-                torch._foreach_mul_(together, self.config.clip / (norm + 1e-6))
+                torch._foreach_mul_(together, self.config.grad_clip / (norm + 1e-6))
 
     def why_not_finite(self, norm: float, totals: Tensor) -> str:
         broken = [
@@ -235,7 +275,7 @@ class Trainer:
         return (
             f"the {what} is not finite at step {self.step} (batch {self.step}, {rows} sequences, "
             f"seed {self.config.seed}); gradient norm {norm}, first in {', '.join(broken[:3]) or 'no single tensor'}. "
-            f"The weights were not changed; the last checkpoint is whole. A lower lr than {self.config.lr:g} "
+            f"The weights were not changed; the last checkpoint is valid. A lower lr than {self.config.lr:g} "
             f"or a longer warm-up than {self.config.warmup_steps} steps usually helps"
         )
 
@@ -247,7 +287,7 @@ class Trainer:
         means = sums[0] / sums[1].clamp(min=1)  # (K,)
         self.sums.zero_()
         loss = float((means * self.weights).sum())
-        self.progress.log(
+        self.logger.log(
             step=self.step,
             loss=loss,
             parts=means.tolist(),
@@ -255,28 +295,30 @@ class Trainer:
             tokens=self.tokens,
             seconds=self.seconds,
         )
-        sanity = self.config.steps // 2 if self.config.sanity_step is None else self.config.sanity_step
-        self.progress.check_sanity(self.step, self.task.floor, by=sanity)
+        sanity = self.config.steps // 2 if self.config.unigram_check_step is None else self.config.unigram_check_step
+        self.logger.check_sanity(self.step, self.task.unigram_loss, by=sanity)
 
     @torch.no_grad()
     def validate(self) -> bool:
         """Measure the loss on the held-out rows; True when it is the lowest so far."""
         means = self.measure()
         self.validation = float((means * self.weights).sum())
-        score = self.validation if self.task.judge is None else self.judged(self.task.judge)
+        score = self.validation if self.task.evaluate is None else self.evaluated(self.task.evaluate)
         improved = self.best is None or score < self.best[0]
         if improved:
             self.best = (score, self.step)
+        if (improved or not self.config.keep_best) and len(means) > 1:
+            self.validation_parts = dict(zip(self.task.objective.parts, means.tolist(), strict=True))
         self.worse = 0 if improved else self.worse + 1
         if self.task.patience is not None and self.worse >= self.task.patience:
-            self.progress.say(f"no better after {self.worse} validations: stopping early at step {self.step}")
+            self.logger.print(f"early stopping at step {self.step}: no improvement in {self.worse} validations")
             self.early = True
-        self.progress.validated(self.step, self.validation, means.tolist(), score)
+        self.logger.validated(self.step, self.validation, means.tolist(), score)
         return improved
 
-    def judged(self, judge: Callable[[Any], float]) -> float:
+    def evaluated(self, evaluate: Callable[[Any], float]) -> float:
         self.task.model.eval()
-        found = judge(self.task.model)
+        found = evaluate(self.task.model)
         score = torch.tensor(found if self.ranks.main else 0.0, dtype=torch.float64, device=self.ranks.device)
         self.task.model.train()
         self.ranks.sum(score)  # the main rank's: all must come to the same decision
@@ -290,11 +332,13 @@ class Trainer:
         self.task.model.eval()
         rows = self.task.validation.rows(0)
         few = rows < self.distributed.replicas  # then every rank measures them all, and the mean is the same
-        for first, count in [(0, rows)] if few else self.feed.share(rows):
+        together = self.microbatches.rows(0, self.task.validation)
+        for first, count in [(0, rows)] if few else self.microbatches.share(rows, together):
             batch = self.task.validation.part(0, first, count)
             with self.precision.context():
                 sums[0] += self.distributed.module(batch.to(self.ranks.device))
             sums[1] += self.task.objective.counts(batch).to(sums.device)
+        self.distributed.reshard()
         self.task.model.train()
         self.ranks.sum(sums)
         return sums[0] / sums[1].clamp(min=1)
@@ -303,7 +347,7 @@ class Trainer:
         if self.ranks.main and self.task.sample is not None:
             self.task.model.eval()
             with torch.no_grad():
-                self.progress.sample(self.step, self.task.sample(self.task.model))
+                self.logger.sample(self.step, self.task.sample(self.task.model))
             self.task.model.train()
         self.ranks.barrier()
 
@@ -320,15 +364,18 @@ class Trainer:
         state = {
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "micro_batch": self.feed.micro_batch,
-            "asked_micro_batch": self.config.micro_batch,
+            "micro_batch": self.microbatches.limit,
+            "configured_micro_batch": self.config.micro_batch,
             "validation": self.validation,
+            "validation_parts": self.validation_parts,
             "best": self.best,
             "worse": self.worse,
             "early": self.early,
             "ranks": self.ranks.size,
+            "data": self.task.data,
+            "rows": self.task.train.position(self.step) if isinstance(self.task.train, Seekable) else None,
             "precision": self.precision.name,
-            "loss": self.progress.last_loss,
+            "loss": self.logger.last_loss,
             "sums": pending.tolist(),
         }
         best = self.best[1] if self.best is not None and self.config.keep_best else None
@@ -337,7 +384,11 @@ class Trainer:
     def average_weights(self) -> None:
         """The mean of the weights of the last checkpoints, the present one among them."""
         weights = {name: tensor for name, tensor in self.tensors().items() if name.startswith("model/")}
-        others = [step for step in self.checkpoints.steps()[-self.config.average : -1] if self.checkpoints.whole(step)]
+        others = [
+            step
+            for step in self.checkpoints.steps()[-self.config.average_checkpoints : -1]
+            if self.checkpoints.problem(step) is None
+        ]
         mean = {name: tensor.clone() for name, tensor in weights.items()}
         for number, step in enumerate(others, start=2):
             self.checkpoints.load(step, weights)
@@ -345,44 +396,52 @@ class Trainer:
                 mean[name] += (tensor - mean[name]) / number
         for name, tensor in weights.items():
             tensor.copy_(mean[name])
-        self.progress.say(f"the weights are the mean of {len(others) + 1} checkpoints")
+        self.logger.print(f"averaged the weights of {len(others) + 1} checkpoints")
 
     def restore(self) -> None:
         step = self.checkpoints.latest()
         if step is None:
-            self.progress.say("there is no whole checkpoint: starting from the beginning")
+            self.logger.print("no valid checkpoint found; starting from scratch")
             self.checkpoints.drop_after(-1)
-            self.progress.restart(0)
+            self.logger.restart(0)
             return
         state = self.checkpoints.load(step, self.tensors())
+        if state["data"] != self.task.data and not self.task.allow_other_data:
+            raise UserError(
+                f"{self.folder} was trained on other data ({state['data']}, now {self.task.data}); resume with the "
+                "data of the run, or with --allow-changes to continue on this data from the next unread row"
+            )
+        if isinstance(self.task.train, Seekable) and state["rows"] is not None:
+            self.task.train.seek(step, state["rows"])
         self.checkpoints.drop_after(step)
         self.step, self.tokens, self.seconds = step, state["tokens"], state["seconds"]
         kept = state["best"] is not None and state["best"][1] in self.checkpoints.steps()
         self.best = (state["best"][0], state["best"][1]) if kept else None
         self.validation, self.worse, self.early = state["validation"], state["worse"], state["early"]
-        self.progress.last_loss = state["loss"]
+        self.validation_parts = state["validation_parts"]
+        self.logger.last_loss = state["loss"]
         self.sums.copy_(torch.tensor(state["sums"], dtype=torch.float64))
         self.sums[0] *= self.ranks.main  # the totals of all ranks are now the main rank's
-        if state["ranks"] == self.ranks.size and state["asked_micro_batch"] == self.config.micro_batch:
-            self.feed.micro_batch = state["micro_batch"]  # also when halved: the same sums in the same order
+        if state["ranks"] == self.ranks.size and state["configured_micro_batch"] == self.config.micro_batch:
+            self.microbatches.micro_batch, self.microbatches.tokens = state["micro_batch"]  # also when halved
         if self.config.precision == "auto":
             self.precision = replace(self.precision, name=state["precision"])  # measured anew it might be another
-        self.progress.restart(step)
-        self.progress.say(f"going on from step {step}")
+        self.logger.restart(step)
+        self.logger.print(f"resuming from step {step}")
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
         """SIGTERM and Ctrl-C end the run after the step under way, with a checkpoint; a second one ends it at once."""
 
-        def ask(number: int, frame: FrameType | None) -> None:
-            if self.asked:
+        def request_stop(number: int, frame: FrameType | None) -> None:
+            if self.stop_requested:
                 raise KeyboardInterrupt
-            self.asked = True
+            self.stop_requested = True
 
         kept = {}
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
-                kept[number] = signal.signal(number, ask)
+                kept[number] = signal.signal(number, request_stop)
         except ValueError:  # not the main thread: whoever runs us there handles signals
             yield
             return

@@ -1,4 +1,4 @@
-"""How weights move: AdamW with the papers' groups, Muon for matrices, and the schedules of rate and batch size."""
+"""Optimizers and schedules: AdamW with the papers' groups, Muon for matrices, learning rate and batch size."""
 
 # R rows, C columns, G matrices of one shape
 
@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from plume.config import TrainConfig
+from plume.train.distribute import Ranks
+from plume.train.shared_matrices import SharedWork, local_part
 
 # each row drives singular values nearer to 1; the first rows accept a wider range of them (Polar Express, 2025)
 POLYNOMIALS = (
@@ -35,17 +37,32 @@ def orthogonalise(matrices: Tensor, steps: int) -> Tensor:
     if not wide:
         x = x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * SAFETY + 1e-7)
-    for a, b, c in POLYNOMIALS[:steps]:
+    # of long matrices the small product with themselves is followed through two polynomials, then found anew
+    pairs = 2 * x.shape[-2] <= x.shape[-1]
+    number = 0
+    while number < steps:
         gram = x @ x.mT  # (G, R, R)
-        mix = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, mix, x, beta=a)
+        first = polynomial(gram, number)
+        number += 1
+        if pairs and number < steps:
+            first = polynomial(first @ gram @ first, number) @ first
+            number += 1
+        x = first @ x
     return x if wide else x.mT
+
+
+def polynomial(gram: Tensor, number: int) -> Tensor:
+    """What one row of coefficients multiplies matrices with whose product with themselves is `gram`, (G, R, R)."""
+    a, b, c = POLYNOMIALS[number]
+    factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    factor.diagonal(dim1=-2, dim2=-1).add_(a)
+    return factor
 
 
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised: every direction of a matrix moves by about the same amount.
 
-    Matrices of one shape are worked on together. A matrix sharded over ranks is gathered for it.
+    Matrices of one shape are worked on together. Of many ranks each orthogonalises its share of the matrices.
     """
 
     def __init__(
@@ -57,10 +74,12 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         iterations: int = 5,
         dtype: torch.dtype = torch.float32,
+        ranks: Ranks | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         super().__init__(list(params), defaults)
         self.iterations, self.dtype = iterations, dtype
+        self.shared = SharedWork(ranks) if ranks is not None and ranks.many else None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -69,27 +88,23 @@ class Muon(torch.optim.Optimizer):
                 self.move(matrices, group)
 
     def move(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        gradients: list[Any] = [p.grad for p in matrices]
-        buffers: list[Any] = [self.state[p]["momentum"] for p in matrices]
-        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
-        updates = torch._foreach_lerp(gradients, buffers, group["momentum"])  # Nesterov's look ahead
-        stacked = torch.stack([whole(u) for u in updates]).to(self.dtype)  # (G, R, C)
-        rows, columns = stacked.shape[1:]
+        rows, columns = matrices[0].shape
         scale = -group["lr"] * math.sqrt(max(1.0, rows / columns))
-        moved = orthogonalise(stacked, self.iterations).to(matrices[0].dtype)
-        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(matrices, [shared_like(m, p) for m, p in zip(moved, matrices, strict=True)], alpha=scale)
+        weights = [local_part(p) for p in matrices]
+        gradients = [local_part(p.grad) for p in matrices if p.grad is not None]
+        buffers = [local_part(self.state[p]["momentum"]) for p in matrices]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])  # Nesterov's look ahead
+        updates = [update.to(self.dtype) for update in ahead]
+        work = partial(orthogonalise, steps=self.iterations)
+        shared = self.shared
+        moved = list(work(torch.stack(updates))) if shared is None else shared.run(work, matrices, updates)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(weights, [update.to(weights[0].dtype) for update in moved], alpha=scale)
 
 
 def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def shared_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, cut as another one is cut over ranks. Every rank holds the same whole, so nothing is sent."""
-    if not isinstance(like, DTensor):
-        return tensor
-    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def same_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -117,13 +132,19 @@ def same_shape(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 class Optimizers:
     """The optimisers of one model as one: rates by step, state by parameter name."""
 
-    def __init__(self, model: nn.Module, config: TrainConfig, share: Callable[[str], float] = lambda name: 1.0) -> None:
-        """`share` gives the learning rate of a parameter, by its name, as a share of the recipe's."""
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        lr_scale: Callable[[str], float] = lambda name: 1.0,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """`lr_scale` multiplies the learning rate of a parameter, by its name."""
         self.names: dict[Tensor, str] = {p: name for name, p in model.named_parameters() if p.requires_grad}
         self.parts: list[torch.optim.Optimizer] = []
         matrices = [p for p, name in self.names.items() if config.optimizer == "muon" and is_inner_matrix(name, p)]
         rest = {p: name for p, name in self.names.items() if p not in set(matrices)}
-        self.parts.append(adamw(rest, config, share))
+        self.parts.append(adamw(rest, config, lr_scale))
         if matrices:
             decay = config.weight_decay if config.muon_weight_decay is None else config.muon_weight_decay
             muon = Muon(
@@ -133,6 +154,7 @@ class Optimizers:
                 weight_decay=decay,
                 iterations=config.muon_iterations,
                 dtype=torch.bfloat16 if matrices[0].device.type == "cuda" else torch.float32,
+                ranks=ranks,
             )
             for p in matrices:
                 muon.state[p] = {"momentum": torch.zeros_like(p)}
@@ -167,7 +189,7 @@ def is_inner_matrix(name: str, p: Tensor) -> bool:
     return p.ndim == 2 and ".blocks." in name
 
 
-def adamw(names: Mapping[Tensor, str], config: TrainConfig, share: Callable[[str], float]) -> torch.optim.Optimizer:
+def adamw(names: Mapping[Tensor, str], config: TrainConfig, lr_scale: Callable[[str], float]) -> torch.optim.Optimizer:
     """AdamW: no decay on biases and norms, nor on embeddings unless asked."""
 
     def decays(p: Tensor) -> bool:
@@ -175,7 +197,7 @@ def adamw(names: Mapping[Tensor, str], config: TrainConfig, share: Callable[[str
 
     alike: dict[tuple[float, float], list[Tensor]] = {}
     for p, name in names.items():
-        alike.setdefault((config.lr * share(name), config.weight_decay if decays(p) else 0.0), []).append(p)
+        alike.setdefault((config.lr * lr_scale(name), config.weight_decay if decays(p) else 0.0), []).append(p)
     groups = [
         {"params": together, "lr": lr, "weight_decay": decay}
         for (lr, decay), params in alike.items()
@@ -201,7 +223,7 @@ def rate(step: int, config: TrainConfig) -> float:
         return (step + 1) / (warmup + 1)
     end = config.steps if config.decay_steps is None else config.decay_steps
     if config.schedule == "constant-then-decay":
-        length = max(1, round(end * config.cooldown_share))
+        length = max(1, round(end * config.cooldown_fraction))
         share = min(1.0, max(0.0, (step - (end - length)) / length))
     else:
         share = min(1.0, (step - warmup) / max(1, end - warmup))
@@ -209,16 +231,16 @@ def rate(step: int, config: TrainConfig) -> float:
         case "constant":
             return 1.0
         case "cosine":
-            return config.final_lr_share + (1 - config.final_lr_share) * 0.5 * (1 + math.cos(math.pi * share))
+            return config.final_lr_ratio + (1 - config.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * share))
         case _:
-            return config.final_lr_share + (1 - config.final_lr_share) * (1 - share)
+            return config.final_lr_ratio + (1 - config.final_lr_ratio) * (1 - share)
 
 
 def batch_rows(step: int, config: TrainConfig) -> int:
     """Sequences in the batch of a step: constant, or growing evenly from `batch_start` as GPT-3's."""
-    if config.batch_start is None or step >= config.ramp_steps:
+    if config.batch_start is None or step >= config.batch_ramp_steps:
         return config.batch
-    return config.batch_start + (config.batch - config.batch_start) * step // config.ramp_steps
+    return config.batch_start + (config.batch - config.batch_start) * step // config.batch_ramp_steps
 
 
 def rows_before(step: int, config: TrainConfig) -> int:
@@ -226,11 +248,11 @@ def rows_before(step: int, config: TrainConfig) -> int:
     if config.batch_start is None:
         return step * config.batch
     ramp = ramp_totals(config)
-    ramped = min(step, config.ramp_steps)
+    ramped = min(step, config.batch_ramp_steps)
     return ramp[ramped] + (step - ramped) * config.batch
 
 
 @cache
 def ramp_totals(config: TrainConfig) -> list[int]:
     """Sequences used before each step of the ramp, and after it."""
-    return list(accumulate((batch_rows(step, config) for step in range(config.ramp_steps)), initial=0))
+    return list(accumulate((batch_rows(step, config) for step in range(config.batch_ramp_steps)), initial=0))

@@ -7,46 +7,75 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from plume.config import DistillConfig, FinetuneConfig, ObjectiveConfig, PretrainConfig, TrainConfig, UserError
+from plume.config import (
+    DistillConfig,
+    FinetuneConfig,
+    ObjectiveConfig,
+    PretrainConfig,
+    TrainConfig,
+    UserError,
+    takes_fields,
+)
 from plume.data import (
     IGNORE,
     Batch,
     Dataset,
     FullSentences,
+    JoinedPairs,
     MaskedPairs,
     PackedWindows,
     Phases,
     SequencePairs,
     Shards,
+    keyed_folder,
     open_shards,
     prepare,
+    reuse,
 )
 from plume.data.shards import read_manifest
-from plume.files import remove
-from plume.heads import Model
+from plume.hf import gather_tensors, save_model, save_run_config
+from plume.model.heads import Model
+from plume.model.loss import TensorBatch
 from plume.text import Tokenizer, load_tokenizer
 from plume.train import samples
-from plume.train.devices import choose_precision, flops_per_token
-from plume.train.feed import Batches
+from plume.train.budget import sized
+from plume.train.distribute import Ranks, join, shared_precision
+from plume.train.first_weights import FirstWeights, StoredWeights, check_tokenizer, continued, deferred
 from plume.train.loop import Outcome, Task, Trainer
-from plume.train.objectives import HEAD_OF, TensorBatch, objective_called
+from plume.train.microbatches import Batches
+from plume.train.objectives import HEAD_OF, objective_called
 from plume.train.optim import batch_rows, rows_before, whole
-from plume.train.progress import clock
-from plume.train.ranks import Ranks, join
-from plume.train.runs import METRICS, PLOT, RECIPE, SAMPLES, differences_of, plot_runs, read_recipe_of, write_recipe
-from plume.weights import save_model
+from plume.train.training_log import clock
+from plume.util.devices import training_flops_per_token
+from plume.util.files import remove
+from plume.util.run_folder import (
+    BYTES_PER_TOKEN,
+    MODEL,
+    PLOT,
+    differences_of,
+    is_run,
+    plot_runs,
+    read_recipe_of,
+    refuse_foreign_folder,
+    remove_run,
+    run_lock,
+    write_recipe,
+)
 
 ENTROPY_ROWS, ENTROPY_TOKENS = 2048, 1 << 20  # token frequencies are counted over so many sequences or tokens
-MAY_CHANGE = (  # when a run goes on
+ROWS_VERSION = {"masked-next-sentence": " rows 2"}  # of objectives whose rows of the same data have changed
+MAY_CHANGE = (  # when a run is resumed
     *("train.", "micro_batch", "device", "precision"),
-    *("resume", "overwrite", "prepared", "data.workers", "data.on", "folder"),
+    *("resume", "overwrite", "prepared", "data.workers", "data.backend", "backend", "folder"),
 )
 
 
@@ -63,7 +92,7 @@ class RunResult:
 
     @property
     def model(self) -> Path:
-        return self.folder / "model"
+        return self.folder / MODEL
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "folder": str(self.folder), "model": str(self.model)}
@@ -72,9 +101,12 @@ class RunResult:
         end = "finished" if self.outcome.finished else "stopped"
         loss = self.outcome.loss if self.outcome.validation is None else self.outcome.validation
         kind = "loss" if self.outcome.validation is None else "validation loss"
+        first, *others = self.outcome.parts.items() if self.outcome.parts else [(kind, loss)]
+        name = f"{kind} of {first[0]} tokens" if others else kind
+        more = "".join(f", {other.replace('_', ' ')} {value:.4f}" for other, value in others)
         return (
             f"{end} at step {self.outcome.step}, {self.outcome.tokens:,} tokens, {clock(self.outcome.seconds)}: "
-            f"{kind} {loss:.4f} (token frequencies alone {self.unigram:.4f}, knowing nothing {self.uniform:.4f})\n"
+            f"{name} {first[1]:.4f} (token frequencies alone {self.unigram:.4f}, uniform {self.uniform:.4f}){more}\n"
             f"model: {self.model}"
         )
 
@@ -83,18 +115,25 @@ class Samples(Protocol):
     def take(self, first: int, count: int) -> Batch: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class TrainBatches:
     """Batch n is the next so many samples after all batches before it."""
 
     samples: Samples
     config: TrainConfig
+    shift: int = 0  # rows used before the batch size was changed, beyond what the steps since would have used
+
+    def position(self, step: int) -> int:
+        return rows_before(step, self.config) + self.shift
+
+    def seek(self, step: int, rows: int) -> None:
+        self.shift = rows - rows_before(step, self.config)
 
     def rows(self, step: int) -> int:
         return batch_rows(step, self.config)
 
     def part(self, step: int, first: int, rows: int) -> TensorBatch:
-        return TensorBatch.of(self.samples.take(rows_before(step, self.config) + first, rows))
+        return TensorBatch.of(self.samples.take(self.position(step) + first, rows))
 
 
 @dataclass(frozen=True)
@@ -111,24 +150,37 @@ class ValidationBatches:
         return TensorBatch.of(self.samples.take(first, rows))
 
 
+@takes_fields(PretrainConfig)
 def pretrain(config: PretrainConfig) -> RunResult:
     """Run a recipe: alone, or as one of many processes that torchrun started."""
-    with join(config.train.device) as ranks:
-        with begun(config, ranks):
+    stored = None
+    if config.init_from is not None:
+        config, stored = continued(config, config.init_from)
+    if config.minutes is not None:
+        config, chosen = sized(config)
+        print(chosen, file=sys.stderr)
+    with open_run(config, config.train.device) as run:
+        ranks = run.ranks
+        with run.starting():
             data = prepared_data(config, ranks)
             tokenizer = load_tokenizer(data / "tokenizer")
-            torch.manual_seed(config.train.seed)
-            model = Model(replace(config.model, vocab_size=tokenizer.vocab_size), HEAD_OF[config.objective.kind])
-            task = make_task(config, model, tokenizer, data)
+            check_tokenizer(config, tokenizer)
+            model, first = first_model(config, tokenizer.vocab_size, ranks, stored)
+            stored = None  # a mapped file; the task holds it until each rank has its part
+            task = replace(make_task(config, model, tokenizer, data), first_weights=first)
         shares = token_shares(task.train, tokenizer.vocab_size)
-        task, unigram = replace(task, floor=entropy(shares, config.train.label_smoothing)), entropy(shares)
-        precision = choose_precision(ranks.device, config.train.precision)
+        task, unigram = replace(task, unigram_loss=entropy(shares, config.train.label_smoothing)), entropy(shares)
+        if ranks.main:
+            save_run_config(config.folder, model, tokenizer, task.bytes_per_token)
+        precision = shared_precision(ranks, config.train.precision)
         trainer = Trainer(task, config.train, config.folder, ranks, precision)
         parameters = sum(p.numel() for p in model.parameters())
-        trainer.progress.measure_against(flops_per_token(model.config, parameters), precision.peak * ranks.size)
-        trainer.progress.say(
+        trainer.logger.measure_against(training_flops_per_token(model.config), precision.peak * ranks.size)
+        if config.objective.kind == "language-model" and config.init_from is None and not read_manifest(data).pairs:
+            trainer.logger.comparable = unigram, block_weights(model)
+        trainer.logger.print(
             f"{parameters:,} parameters, vocabulary {tokenizer.vocab_size:,}, {precision.name} on "
-            f"{ranks.size} x {ranks.device.type}; token frequencies alone give a loss of {unigram:.3f}"
+            f"{ranks.size} x {ranks.device.type}; token frequencies alone give a loss of {unigram:.3f} per token"
         )
         try:
             outcome = trainer.run(resume=config.resume)
@@ -139,91 +191,141 @@ def pretrain(config: PretrainConfig) -> RunResult:
         return RunResult(config.folder, outcome, math.log(tokenizer.vocab_size), unigram, ranks.main)
 
 
+def block_weights(model: Model) -> int:
+    """Parameters without the embedding tables."""
+    return sum(p.numel() for name, p in model.named_parameters() if "blocks." in name)
+
+
+def first_model(
+    config: PretrainConfig, vocab_size: int, ranks: Ranks, stored: Model | None
+) -> tuple[Model, FirstWeights | None]:
+    """The model with its first weights; of many ranks each draws or keeps its part later."""
+    rows = vocab_size if config.init_from is None else config.model.vocab_size
+
+    def make() -> Model:
+        return Model(replace(config.model, vocab_size=rows), HEAD_OF[config.objective.kind])
+
+    if ranks.many:
+        model, drawn = deferred(make, config.train.seed)
+        return model, drawn if stored is None else StoredWeights(stored)
+    torch.manual_seed(config.train.seed)
+    model = make()
+    if stored is not None:
+        model.load_state_dict(stored.state_dict())
+    return model, None
+
+
 # ---- the run folder ----------------------------------------------------------------------------------------------
 
 
 AnyRun = PretrainConfig | FinetuneConfig | DistillConfig
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run folder held by this run: no other process may train in it."""
+
+    config: AnyRun
+    ranks: Ranks
+    new: bool  # the folder was not there before
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Around all that may refuse: a run that cannot start leaves no new folder behind, and replaces nothing."""
+        folder, ranks = self.config.folder, self.ranks
+        replaces = is_run(folder) and not self.config.resume
+        if ranks.main:
+            check_existing(self.config)
+            if not replaces:
+                write_recipe(folder, plain(self.config))
+        ranks.barrier()
+        try:
+            yield
+        except UserError:
+            if self.new and ranks.main:
+                remove(folder)
+            raise
+        if ranks.main and replaces:
+            remove_run(folder)
+            write_recipe(folder, plain(self.config))
+        ranks.barrier()
+
+
 @contextmanager
-def begun(config: AnyRun, ranks: Ranks) -> Iterator[None]:
-    """The run folder, around all that may refuse: a run that cannot begin leaves no folder behind that was not there
-    before, and the run that it would replace is still whole."""
-    folder = config.folder
-    new, replaces = not folder.exists(), (folder / RECIPE).is_file() and not config.resume
-    if ranks.main:
-        check_folder(config)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not replaces:
-            write_recipe(folder, plain(config))
-    ranks.barrier()
-    try:
-        yield
-    except UserError:
-        if new and ranks.main:
-            remove(folder)
-        raise
-    if ranks.main and replaces:
-        remove_run(folder)
-        write_recipe(folder, plain(config))
-    ranks.barrier()
+def open_run(config: AnyRun, device: str) -> Iterator[Run]:
+    """Join the other ranks and hold the run folder until the end."""
+    with join(device) as ranks:
+        if not ranks.main:
+            yield Run(config, ranks, new=False)
+            return
+        refuse_foreign_folder(config.folder)
+        new = not config.folder.exists()
+        config.folder.mkdir(parents=True, exist_ok=True)
+        with run_lock(config.folder):
+            yield Run(config, ranks, new)
 
 
-def check_folder(config: AnyRun) -> None:
-    """Refuse a folder that is something else, or a run that may be neither continued nor replaced."""
-    folder = config.folder
-    if not (folder / RECIPE).is_file():
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} exists and is not a run folder, so it is left alone; name another")
-    elif config.resume:
-        refuse_other_settings(folder, plain(config))
+def check_existing(config: AnyRun) -> None:
+    """Refuse a run that may be neither resumed nor replaced."""
+    if not is_run(config.folder):
+        return
+    if config.resume:
+        refuse_other_settings(config)
     elif not config.overwrite:
         raise UserError(
-            f"{folder} holds a run already; --resume goes on with it, --overwrite replaces it, "
-            "--folder names another place"
+            f"{config.folder} already contains a run; --resume continues it, --overwrite replaces it, "
+            "--folder chooses another folder"
         )
 
 
-def refuse_other_settings(folder: Path, wanted: dict[str, Any]) -> None:
-    changed = differences_of(read_recipe_of(folder), wanted)
-    if refused := [line for name, line in changed.items() if not name.startswith(MAY_CHANGE)]:
-        raise UserError("the run cannot go on with other settings than it began with:\n  " + "\n  ".join(refused))
+def refuse_other_settings(config: AnyRun) -> None:
+    """A run is resumed as it began; what decides which rows are read changes only when the run says so."""
+    changed = differences_of(read_recipe_of(config.folder), plain(config))
+    rows = {name for name in changed if decides_rows(name)}
+    allowed = rows if isinstance(config, PretrainConfig) and config.allow_changes else set()
+    if isinstance(config, PretrainConfig) and config.init_from is not None:
+        changed.pop("data.tokenizer.folder", None)  # now the run's own
+    refused = {name for name in changed if name in rows or not name.startswith(MAY_CHANGE)} - allowed
+    if refused:
+        hint = "\n--allow-changes continues with these settings from the next unread row" if refused <= rows else ""
+        lines = "\n  ".join(changed[name] for name in sorted(refused))
+        raise UserError(f"a run cannot be resumed with other settings than it began with:\n  {lines}{hint}")
 
 
-def remove_run(folder: Path) -> None:
-    """What runs leave in their folder, and nothing else."""
-    seeds = [path.name for path in folder.glob("seed-*")]
-    found = ("report.md", "results.json", "predictions.jsonl", "test_predictions.jsonl", "confusion.png", "curve.png")
-    for name in ("checkpoints", "model", "tensorboard", *seeds, RECIPE, METRICS, PLOT, SAMPLES, *found):
-        remove(folder / name)
+def decides_rows(name: str) -> bool:
+    """Whether a setting decides which rows a step reads."""
+    of_data = name.startswith("data.") and not name.startswith((*MAY_CHANGE, "data.tokenizer"))
+    return of_data or name in ("train.batch", "train.batch_start", "train.batch_ramp_steps", "train.seed")
 
 
 def plain(config: AnyRun) -> dict[str, Any]:
     """The config as a recipe, without what only says how this call deals with the folder."""
     table = asdict(config)
-    return {name: value for name, value in table.items() if name not in ("resume", "overwrite")}
+    return {name: value for name, value in table.items() if name not in ("resume", "overwrite", "allow_changes")}
 
 
 def export(config: PretrainConfig, trainer: Trainer, tokenizer: Tokenizer, outcome: Outcome, data: Path) -> None:
-    """Write the model folder from the weights that the run ended with."""
-    weights = {name: whole(p.detach()).cpu() for name, p in trainer.task.model.named_parameters()}
+    """Write the model folder from the weights that the run ended with, tensor by tensor."""
+    model: Model = trainer.task.model.eval()
+
+    def gather(tensor: Tensor) -> Tensor:
+        gathered = whole(tensor)
+        return gathered.cpu() if trainer.ranks.main else gathered
+
     if trainer.ranks.main:
-        kept: Model = trainer.task.model
-        with torch.device("meta"):
-            model = Model(kept.config, kept.kind, kept.labels)
-        model.load_state_dict(weights, strict=False, assign=True)
-        if kept.config.decoder_layers:
-            model.body.tie()  # type: ignore[operator]
         info = {
             "objective": config.objective.kind,
             "tokens": outcome.tokens,
             "step": outcome.step,
             "loss": outcome.loss,
             "validation_loss": outcome.validation,
+            BYTES_PER_TOKEN: trainer.task.bytes_per_token,
             "data_fingerprint": read_manifest(data).fingerprint,
             "recipe": plain(config),
         }
-        save_model(model.eval(), config.folder / "model", tokenizer=tokenizer, info=as_json(info))
+        save_model(model, config.folder / MODEL, tokenizer=tokenizer, info=as_json(info), gather=gather)
+    else:
+        gather_tensors(model, gather)
     trainer.ranks.barrier()
 
 
@@ -244,9 +346,9 @@ def prepared_data(config: PretrainConfig, ranks: Ranks) -> Path:
         read_manifest(config.prepared)
         return config.prepared
     if ranks.main:
-        prepare(config.data)
+        (reuse if config.resume else prepare)(keyed_folder(config.data))
     ranks.wait_long()
-    return config.data.folder
+    return keyed_folder(config.data).folder
 
 
 def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: Path) -> Task:
@@ -270,6 +372,9 @@ def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: 
         train=TrainBatches(order, config.train),
         validation=validation,
         sample=sample,
+        bytes_per_token=bytes_per_token(config.objective, validation, tokenizer),
+        data=read_manifest(data).fingerprint + ROWS_VERSION.get(config.objective.kind, ""),
+        allow_other_data=config.allow_changes,
     )
 
 
@@ -279,7 +384,7 @@ def phases(config: PretrainConfig, make: Callable[[int], Dataset]) -> Samples:
     whole_length = config.model.context if objective.length is None else objective.length
     if objective.short_length is None:
         return make(whole_length)
-    border = rows_before(round(objective.short_share * config.train.steps), config.train)
+    border = rows_before(round(objective.short_fraction * config.train.steps), config.train)
     return Phases([(border, make(objective.short_length)), (0, make(whole_length))])
 
 
@@ -287,12 +392,16 @@ def dataset(
     objective: ObjectiveConfig, shards: Shards, tokenizer: Tokenizer, length: int, *, seed: int, shuffle: bool = True
 ) -> Dataset:
     match objective.kind:
+        case "language-model" if shards.manifest.pairs:
+            return JoinedPairs(shards, tokenizer, length, seed=seed, shuffle=shuffle)
         case "language-model":
-            return PackedWindows(shards, length, seed=seed, shuffle=shuffle, isolate=objective.isolate)
+            return PackedWindows(shards, length, seed=seed, shuffle=shuffle, document_mask=objective.document_mask)
         case "masked":
-            return FullSentences(shards, tokenizer, length, seed=seed, shuffle=shuffle, masking=objective.masking)
+            whole = partial(FullSentences, document_mask=objective.document_mask, masking=objective.masking)
+            return whole(shards, tokenizer, length, seed=seed, shuffle=shuffle)
         case "masked-next-sentence":
-            return MaskedPairs(shards, tokenizer, length, seed=seed, shuffle=shuffle, masking=objective.masking)
+            pairs = partial(MaskedPairs, single_sentences=objective.single_sentences, masking=objective.masking)
+            return pairs(shards, tokenizer, length, seed=seed, shuffle=shuffle)
         case "sequence-to-sequence":
             return SequencePairs(shards, tokenizer, length, seed=seed, shuffle=shuffle)
 
@@ -311,6 +420,22 @@ def validation_batches(config: PretrainConfig, tokenizer: Tokenizer, data: Path)
     if len(every) <= rows:
         return ValidationBatches(every, len(every))
     return ValidationBatches(dataset(config.objective, shards, tokenizer, length, seed=0), rows)
+
+
+def bytes_per_token(
+    objective: ObjectiveConfig, validation: ValidationBatches | None, tokenizer: Tokenizer
+) -> float | None:
+    """Bytes of text that a predicted token of the validation rows stands for; a special token stands for none.
+
+    None for masked models: what they predict from both sides does not add up to the probability of a text.
+    """
+    if validation is None or objective.kind.startswith("masked"):
+        return None
+    sizes = torch.tensor([len(piece) for piece in tokenizer.piece_table])
+    sizes[list(tokenizer.special_ids.values())] = 0
+    targets = validation.part(0, 0, validation.count).targets
+    mean = float(sizes[targets[targets != IGNORE]].double().mean())
+    return mean if mean > 0 else None
 
 
 def token_shares(batches: Batches, vocab_size: int) -> npt.NDArray[np.float64]:

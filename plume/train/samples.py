@@ -10,15 +10,16 @@ import torch
 
 from plume.config import TrainConfig
 from plume.data import Batch, decoder_start
-from plume.heads import Model
+from plume.inference.outputs import token_logits
+from plume.model.heads import Model
+from plume.model.loss import TensorBatch
 from plume.text import Tokenizer
-from plume.train.objectives import TensorBatch
 
 TOP = 40  # likeliest tokens that are drawn from
 
 
 def continuation(tokenizer: Tokenizer, config: TrainConfig) -> Callable[[Model], str]:
-    """Text that goes on from the prompt, drawn with the same random numbers every time."""
+    """A continuation of the prompt, drawn with the same random numbers every time."""
 
     def sample(model: Model) -> str:
         device = model.table.device
@@ -40,15 +41,16 @@ def continuation(tokenizer: Tokenizer, config: TrainConfig) -> Callable[[Model],
 
 
 def filled_gaps(tokenizer: Tokenizer, batch: Batch) -> Callable[[Model], str]:
-    """A row of the validation set with what the model says at the masked places: [said], or [said|true] when wrong."""
+    """A row of the validation set with the model's token at the masked places: [token], or [token|true] when wrong."""
 
     def sample(model: Model) -> str:
         assert batch.positions is not None and batch.lengths is not None
         row = TensorBatch.of(batch).to(model.table.device)
-        hidden = model.body(row.tokens, segments=row.segments, lengths=row.lengths)[0]  # (T, D)
-        said = model.read(hidden[row.positions]).argmax(dim=-1).tolist()  # (N,)
+        assert row.positions is not None
+        logits = token_logits(model, row.tokens, row.positions, row.segments, row.lengths)  # (N, V)
+        filled = logits.argmax(dim=-1).tolist()
         pieces = [tokenizer.decode([token]) for token in batch.tokens[0, : int(batch.lengths[0])].tolist()]
-        for place, mine, true in zip(batch.positions.tolist(), said, batch.targets.tolist(), strict=True):
+        for place, mine, true in zip(batch.positions.tolist(), filled, batch.targets.tolist(), strict=True):
             words = [tokenizer.decode([token]).strip() for token in dict.fromkeys([mine, true])]
             pieces[place] = f" [{'|'.join(words)}]"
         return (" " if tokenizer.kind == "wordpiece" else "").join(pieces)
@@ -67,7 +69,7 @@ def translation(tokenizer: Tokenizer, batch: Batch, length: int) -> Callable[[Mo
         while len(ids) <= min(length, model.config.context - 1) and not (len(ids) > 1 and ids[-1] in ends):
             logits = model(source, torch.tensor([ids], device=source.device))
             ids.append(int(logits[0, -1].argmax()))
-        given, said = (tokenizer.decode(row, skip_special=True) for row in (batch.source[0].tolist(), ids))
-        return f"{given} => {said}"
+        given, written = (tokenizer.decode(row, skip_special=True) for row in (batch.source[0].tolist(), ids))
+        return f"{given} => {written}"
 
     return sample

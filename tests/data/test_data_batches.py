@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plume.config import DataConfig, ModelConfig, TokenizerConfig, UserError
-from plume.data import IGNORE, Batch, PackedWindows, Phases, SequencePairs, open_shards, prepare
-from plume.data.batches import Dataset
-from plume.data.sampling import Order, Permutation, generator
-from plume.model import Transformer
+from plume.config import DataConfig, ModelConfig, ObjectiveConfig, TokenizerConfig, UserError
+from plume.data import IGNORE, Batch, JoinedPairs, PackedWindows, Phases, SequencePairs, open_shards, prepare
+from plume.data.batches import Dataset, Order, Permutation, generator
+from plume.model.transformer import Transformer
 from plume.text import load_tokenizer
+from plume.train.pretrain import dataset
 
 
 def make(tmp_path: Path, *texts: list[str], name: str = "out", **options) -> Path:
@@ -24,7 +24,7 @@ def make(tmp_path: Path, *texts: list[str], name: str = "out", **options) -> Pat
         path = tmp_path / f"{name}{n}.jsonl"
         path.write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
         paths.append(str(path))
-    given = {"validation_share": 0.0, "tokenizer": TokenizerConfig(kind="bytes")} | options
+    given = {"validation_fraction": 0.0, "tokenizer": TokenizerConfig(kind="bytes")} | options
     prepare(DataConfig(paths=tuple(paths), folder=tmp_path / name, **given))
     return tmp_path / name
 
@@ -103,7 +103,7 @@ def test_a_batch_depends_on_seed_and_step_alone(tmp_path):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_ranks_share_the_same_global_batch(tmp_path, world):
-    windows = PackedWindows(open_shards(make(tmp_path, numbered(300))), 8, seed=5, isolate=True)
+    windows = PackedWindows(open_shards(make(tmp_path, numbered(300))), 8, seed=5, document_mask=True)
     whole = windows.batch(7, 10)
     parts = [windows.batch(7, 10, rank=rank, world=world) for rank in range(world)]
     for name in ("tokens", "targets", "documents"):
@@ -120,7 +120,7 @@ def test_a_sweep_visits_everything_once_over_all_ranks(tmp_path):
 
 
 def test_isolated_documents_predict_nothing_over_their_border(tmp_path):
-    windows = PackedWindows(open_shards(make(tmp_path, numbered(60))), 32, isolate=True, shuffle=False)
+    windows = PackedWindows(open_shards(make(tmp_path, numbered(60))), 32, document_mask=True, shuffle=False)
     separator = windows.shards.manifest.separator
     for batch in windows.sweep(4):
         for tokens, targets, documents in zip(batch.tokens, batch.targets, batch.documents, strict=True):
@@ -136,7 +136,7 @@ def test_isolated_documents_predict_nothing_over_their_border(tmp_path):
 
 def test_isolated_documents_do_not_leak(tmp_path):
     """A window of several documents gives each the hidden states that it has alone."""
-    batch = PackedWindows(open_shards(make(tmp_path, numbered(60))), 48, isolate=True, seed=2).batch(0, 3)
+    batch = PackedWindows(open_shards(make(tmp_path, numbered(60))), 48, document_mask=True, seed=2).batch(0, 3)
     torch.manual_seed(0)
     for causal in (True, False):
         config = ModelConfig(vocab_size=300, context=48, layers=2, heads=2, width=16, causal=causal, dropout=0.0)
@@ -209,7 +209,7 @@ def pairs(tmp_path) -> Dataset:
         targets=(str(tmp_path / "de"),),
         folder=tmp_path / "out",
         tokenizer=TokenizerConfig(kind="bytes"),
-        validation_share=0.1,
+        validation_fraction=0.1,
     )
     prepare(config)
     tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
@@ -246,3 +246,32 @@ def test_shards_without_pairs_are_refused(tmp_path):
     folder = make(tmp_path, numbered(5))
     with pytest.raises(UserError, match="holds no pairs"):
         SequencePairs(open_shards(folder), load_tokenizer(folder / "tokenizer"), 30)
+
+
+def test_pairs_for_a_decoder_are_one_sequence_with_the_loss_on_the_target(tmp_path):
+    """Against a loop over the pairs; a source that does not fit loses its beginning."""
+    pairs = [(f"source {n} " + "x" * n, f"target {n}") for n in range(40)]
+    rows = "".join(json.dumps({"text": a, "target": b}) + "\n" for a, b in pairs)
+    (tmp_path / "pairs.jsonl").write_text(rows)
+    config = DataConfig(
+        paths=(str(tmp_path / "pairs.jsonl"),),
+        target_field="target",
+        folder=tmp_path / "out",
+        tokenizer=TokenizerConfig(kind="bytes"),
+        validation_fraction=0.0,
+    )
+    prepare(config)
+    tokenizer, length = load_tokenizer(tmp_path / "out" / "tokenizer"), 32
+    joined = JoinedPairs(open_shards(tmp_path / "out"), tokenizer, length, shuffle=False)
+    (batch,) = joined.sweep(40)
+    for row, (source, target) in enumerate(pairs):
+        answer = [*tokenizer.encode(target), tokenizer.end]
+        prompt = [*tokenizer.encode(source), tokenizer.end][-(length + 1 - len(answer)) :]
+        whole, count = prompt + answer, len(prompt) + len(answer) - 1
+        assert batch.lengths[row] == count
+        assert batch.tokens[row, :count].tolist() == whole[:-1]
+        assert batch.targets[row, : len(prompt) - 1].tolist() == [IGNORE] * (len(prompt) - 1)
+        assert batch.targets[row, len(prompt) - 1 : count].tolist() == answer
+        assert (batch.targets[row, count:] == IGNORE).all()
+    assert batch.documents is None  # the target attends to the source
+    assert isinstance(dataset(ObjectiveConfig(), open_shards(tmp_path / "out"), tokenizer, 32, seed=0), JoinedPairs)

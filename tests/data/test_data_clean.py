@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 from plume.config import CleanConfig, DataConfig, TokenizerConfig, UserError
 from plume.data import Document, prepare
-from plume.data.clean import Cleaner, language_of, shares_run
-from plume.data.duplicates import same_keys, signature
-from plume.data.words import run_hashes, word_hashes
+from plume.data.clean import Cleaner, DuplicateFinder, contains_held_out, language_of, same_keys, signature, sorted_keys
+from plume.util.hashing import run_hashes, word_hashes
 
 PROSE = "The owl is a bird that hunts at night, and it was known for this to all of the people in the village. "
 
 
 def reason(text="some text that is long enough", url=None, score=None, **clean):
-    return Cleaner(CleanConfig(**clean), None).reason(Document(text, "here", url, score))
+    return Cleaner(CleanConfig(**clean)).reason(Document(text, "here", url, score))
 
 
 def test_each_rule_says_why():
@@ -51,17 +50,21 @@ def test_each_rule_says_why():
         ("de", "Die Eule ist ein Vogel, der in der Nacht jagt und den die Menschen auf dem Land nicht oft sehen."),
         ("fr", "La chouette est un oiseau qui chasse la nuit et que les gens ne voient pas dans les villages."),
         ("es", "La lechuza es un ave que caza por la noche y que los campesinos no ven en el pueblo con su luz."),
+        ("zh", "猫头鹰是一种在夜间捕猎的鸟，村里的人都知道它，白天却很少有人看见。"),
+        ("ja", "フクロウは夜に狩りをする鳥で、村の人々によく知られているが、昼間に見かけることは少ない。"),
         ("other", "12345 67890 ++++ ----"),
     ],
 )
-def test_languages_by_their_commonest_words(language, text):
+def test_languages_are_identified(language, text):
     assert language_of(text) == language
     assert reason(text, languages=("en",)) == (None if language == "en" else f"language {language}")
 
 
 def test_an_unknown_language_is_refused():
-    with pytest.raises(UserError, match="'xx' is not one of en, de"):
-        CleanConfig(languages=("xx",))
+    with pytest.raises(UserError, match="'English' is not a language code such as en"):
+        CleanConfig(languages=("English",))
+    with pytest.raises(UserError, match="'xx' is not a language that can be identified"):
+        Cleaner(CleanConfig(languages=("xx",)))
 
 
 def plain_words(text):
@@ -79,7 +82,7 @@ def test_words_have_equal_hashes_just_when_they_are_equal(a, b):
 def test_words_over_the_edge_of_a_block_are_whole(monkeypatch):
     text = " ".join(f"word{n}" for n in range(3000))
     whole = word_hashes(text)
-    monkeypatch.setattr("plume.data.words.LONGEST", 100)
+    monkeypatch.setattr("plume.util.hashing.LONGEST", 100)
     np.testing.assert_array_equal(word_hashes(text), whole)
 
 
@@ -94,8 +97,9 @@ def plain_runs(text, length):
 )
 def test_a_shared_run_is_found_just_when_there_is_one(a, b, length):
     a, b = " ".join(a), ", ".join(b)
-    held_out = np.unique(run_hashes(b, length))
-    assert shares_run(a, held_out, length) == bool(plain_runs(a, length) & plain_runs(b, length))
+    held_out = {length: np.unique(run_hashes(b, length))} if len(b.split()) >= length else {}
+    shared = bool(plain_runs(a, length) & plain_runs(b, length)) and len(b.split()) >= length
+    assert contains_held_out(a, held_out, length) == shared
 
 
 def changed(words, share, rng):
@@ -114,19 +118,21 @@ def test_signatures_agree_in_the_share_of_runs_in_common():
         )  # three deviations of 128 draws
 
 
-@given(st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1, max_size=4))
-def test_repeated_keys_are_found_however_many_are_sorted_at_once(columns):
+@given(st.lists(st.lists(st.integers(0, 9), max_size=8), min_size=1, max_size=4), st.integers(1, 5))
+def test_repeated_keys_are_found_in_any_number_of_shares(tmp_path_factory, columns, shares):
+    columns = [[key << 60 for key in column] for column in columns]  # over the whole range
     flat = [k for c in columns for k in c]
     oracle = {(flat.index(k), n) for n, k in enumerate(flat) if flat.index(k) < n}
-    with pytest.MonkeyPatch.context() as patch:
-        for at_once in (1 << 22, 3):
-            patch.setattr("plume.data.duplicates.AT_ONCE", at_once)
-            found = [
-                pair
-                for firsts, repeats in same_keys([np.array(c, np.uint64) for c in columns])
-                for pair in zip(firsts.tolist(), repeats.tolist(), strict=True)
-            ]
-            assert sorted(found) == sorted(oracle)
+    work, found = tmp_path_factory.mktemp("keys"), set()
+    for piece, column in enumerate(columns):
+        keys, order = sorted_keys(column, [])
+        (work / f"{piece:05}.keys").write_bytes(keys.tobytes())
+        (work / f"{piece:05}.order").write_bytes(order.tobytes())
+    finder = DuplicateFinder(work, [len(c) for c in columns], 0.8)
+    for share in range(shares if flat else 0):
+        firsts, repeats = same_keys(*finder.keys(0, share, shares))
+        found |= set(zip(firsts.tolist(), repeats.tolist(), strict=True))
+    assert found == oracle
 
 
 def prepared(tmp_path, rows, **clean):
@@ -136,7 +142,7 @@ def prepared(tmp_path, rows, **clean):
         paths=(str(path),),
         folder=tmp_path / "out",
         tokenizer=TokenizerConfig(kind="bytes"),
-        validation_share=0.0,
+        validation_fraction=0.0,
         clean=CleanConfig(**clean),
     )
     return prepare(config).report["sources"][0]
@@ -155,9 +161,9 @@ def test_a_webtext_pipeline_counts_what_it_drops(tmp_path):
     rows += [{"text": "owls", "url": "https://en.wikipedia.org/wiki/Owl", "score": 9}, {"text": "low", "score": 2}]
     leaked = "before AN EVALUATION text of exactly thirteen words, and then some more you see here after"
     rows += [{"text": leaked, "score": 4}]
-    clean = {"min_score": 3, "drop_domains": ("wikipedia.org",), "held_out": (str(tmp_path / "evaluation.txt"),)}
+    clean = {"min_score": 3, "drop_domains": ("wikipedia.org",), "decontaminate": (str(tmp_path / "evaluation.txt"),)}
     source = prepared(tmp_path, rows, duplicates="near", **clean)
-    assert {reason: left["count"] for reason, left in source["left_out"].items()} == {
+    assert {reason: left["count"] for reason, left in source["dropped"].items()} == {
         "duplicate": 5,
         "domain wikipedia.org": 1,
         "score below 3": 1,
@@ -169,7 +175,7 @@ def test_a_webtext_pipeline_counts_what_it_drops(tmp_path):
 def test_exact_duplicates_alone(tmp_path):
     rows = [{"text": f"text {n % 7}"} for n in range(21)] + [{"text": "text 0 and more"}]
     source = prepared(tmp_path, rows, duplicates="exact")
-    assert source["kept"] == 8 and source["left_out"]["duplicate"]["count"] == 14
+    assert source["kept"] == 8 and source["dropped"]["duplicate"]["count"] == 14
 
 
 def test_the_first_of_the_duplicates_stays(tmp_path):

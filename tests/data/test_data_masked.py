@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     tokenizer = TokenizerConfig(kind="wordpiece", vocab_size=300)
     prepare(
         DataConfig(
-            paths=(str(tmp_path / "a.jsonl"),), folder=tmp_path / "out", tokenizer=tokenizer, validation_share=0.05
+            paths=(str(tmp_path / "a.jsonl"),), folder=tmp_path / "out", tokenizer=tokenizer, validation_fraction=0.05
         )
     )
     return tmp_path / "out"
@@ -57,7 +57,8 @@ def test_pairs_have_the_shape_of_bert(folder, tokenizer):
 
 def test_half_of_the_pairs_truly_follow_and_the_label_says_which(folder, tokenizer):
     shards = open_shards(folder)
-    text = shards.streams[0].read(0, shards.tokens).astype(np.uint16).tobytes()
+    text = shards.streams[0].read(0, shards.tokens).astype(np.uint16)
+    text = text[text != tokenizer.separator].tobytes()
     pairs = MaskedPairs(shards, tokenizer, 64, seed=1)
     batch = pairs.batch(0, 400)
     for ids, label in zip(unmasked(batch), batch.next_sentence, strict=True):
@@ -107,12 +108,12 @@ def test_fifteen_of_a_hundred_are_masked_eighty_ten_ten(folder, tokenizer):
 
 
 def test_other_shares_are_kept_too(folder, tokenizer):
-    masking = MaskingConfig(share=0.3, masked=0.5, random=0.0, most=10)
+    masking = MaskingConfig(mask_prob=0.3, mask_token_prob=0.5, random_token_prob=0.0, max_predictions=10)
     batch = FullSentences(open_shards(folder), tokenizer, 128, masking=masking).batch(0, 50)
     assert np.bincount(batch.positions // 128).max() == 10
     assert sum(masked_shares(batch, tokenizer)) == pytest.approx(1.0)
-    with pytest.raises(UserError, match=r"share=1\.5 must lie between"):
-        MaskingConfig(share=1.5)
+    with pytest.raises(UserError, match=r"mask_prob=1\.5 must lie between"):
+        MaskingConfig(mask_prob=1.5)
 
 
 def test_whole_words_are_masked_whole(folder, tokenizer):
@@ -150,7 +151,7 @@ def test_static_masks_come_round_again_and_dynamic_ones_do_not(folder, tokenizer
     shards = open_shards(folder)
     everything = {}
     for copies in (None, 2):
-        texts = FullSentences(shards, tokenizer, 64, seed=1, masking=MaskingConfig(copies=copies))
+        texts = FullSentences(shards, tokenizer, 64, seed=1, masking=MaskingConfig(static_copies=copies))
         n = len(texts)
         everything[copies] = [sorted(map(tuple, texts.take(p * n, n).tokens.tolist())) for p in range(4)]
     passes = everything[2]
@@ -170,16 +171,151 @@ def test_full_sentences_begin_and_end_with_sentences_and_go_over_documents(folde
     shards = open_shards(folder)
     texts = FullSentences(shards, tokenizer, 128, seed=1)
     stream = shards.streams[0].read(0, shards.tokens)
-    batch, crossing = texts.batch(0, 200), 0
+    batch, crossing, begun = texts.batch(0, 200), 0, 0
     for ids, length in zip(unmasked(batch), batch.lengths, strict=True):
         assert ids[0] == tokenizer.classify and ids[length - 1] == tokenizer.separator
         words = tokenizer.decode(ids[1 : length - 1]).split()
-        assert words[0].startswith("doc") or words[0] == "[SEP]"
+        begun += words[0].startswith("doc") or words[0] == "[SEP]"
         assert words[-1].endswith(".") or words[-1] == "[SEP]" or length == 128
         crossing += (ids[1 : length - 1] == tokenizer.separator).any()
-    assert batch.lengths.mean() > 0.85 * 128
+    assert begun > 120  # the others are in sentences longer than a quarter of a row
+    assert batch.lengths.min() >= 0.95 * 128
     assert 0 < crossing < 200
-    assert len(texts) == len(stream) // 126
+    assert len(texts) < 1.6 * len(stream) / 126
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_token_is_in_a_row_of_each_pass_of_full_sentences(folder, tokenizer, shuffle):
+    """Also of short documents, and in rows that are at least 95 % full."""
+    shards = open_shards(folder)
+    (stream,) = shards.streams
+    texts = FullSentences(shards, tokenizer, 64, seed=5, shuffle=shuffle)
+    for version in range(3 if shuffle else 1):
+        seen = np.zeros(len(stream), np.bool_)
+        for item in range(len(texts)):
+            start, stop = texts.span((0, version, item))
+            seen[start:stop] = True
+            assert stop - start >= 0.95 * texts.capacity - 1
+        assert seen.all()
+
+
+def test_documents_of_a_row_of_full_sentences_are_numbered(folder, tokenizer):
+    """RoBERTa's doc-sentences: the number changes behind each separator of documents, nowhere else."""
+    shards = open_shards(folder)
+    plain, apart = (FullSentences(shards, tokenizer, 128, seed=1, document_mask=mask) for mask in (False, True))
+    whole, batch = plain.batch(0, 100), apart.batch(0, 100)
+    np.testing.assert_array_equal(whole.tokens, batch.tokens)
+    assert whole.documents is None and batch.documents.shape == batch.tokens.shape
+    for ids, length, documents in zip(unmasked(batch), batch.lengths, batch.documents, strict=True):
+        ends = np.append(0, np.cumsum(ids[1 : length - 2] == tokenizer.separator))
+        np.testing.assert_array_equal(documents[1 : length - 1], ends)
+        assert documents[0] == 0 and (documents[length - 1 :] == documents[length - 2]).all()
+    assert batch.documents.max() > 0
+
+
+def test_pairs_of_single_sentences(folder, tokenizer):
+    texts = MaskedPairs(open_shards(folder), tokenizer, 128, seed=1, single_sentences=True)
+    segments = MaskedPairs(open_shards(folder), tokenizer, 128, seed=1)
+    for text in (part for item in range(60) for part in texts.pair((0, 0, item))[:2]):
+        assert texts.sentence_starts(text).sum() == 1
+    ratio = texts.batch(0, 200).lengths.mean() / segments.batch(0, 200).lengths.mean()
+    assert ratio < 0.8
+    assert 60 < texts.batch(0, 200).next_sentence.sum() < 140
+
+
+# ---- short documents
+
+
+LETTERS = "abcdefghijklmnopqrst"
+
+
+def lettered(folder, lengths, sentence=10):
+    """Documents of these many tokens, each a letter, a full stop or the separator at the end, in sentences of ten."""
+    rng = np.random.default_rng(1)
+    rows = []
+    for length in lengths:
+        words = ["." if n % sentence == sentence - 1 else str(rng.choice([*LETTERS])) for n in range(length - 1)]
+        rows.append({"text": " ".join(words)})
+    (folder / "short.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    wordpiece = TokenizerConfig(kind="wordpiece", vocab_size=50)
+    paths = (str(folder / "short.jsonl"),)
+    prepare(DataConfig(paths=paths, folder=folder / "out", tokenizer=wordpiece, validation_fraction=0.0, workers=1))
+    shards = open_shards(folder / "out")
+    (stream,) = shards.streams
+    assert sorted(len(stream.document(d)) for d in range(stream.documents)) == sorted(lengths)
+    return shards, load_tokenizer(folder / "out" / "tokenizer")
+
+
+MIXED = [7, 31, 31, 12, 200, 64, 31, 600, 3, 90] * 20
+SHORT_LENGTHS = {"of 31 tokens": [31] * 200, "mixed": MIXED}
+
+
+@pytest.fixture(scope="module", params=SHORT_LENGTHS, ids=list(SHORT_LENGTHS))
+def short_texts(request, tmp_path_factory):
+    return lettered(tmp_path_factory.mktemp("short"), SHORT_LENGTHS[request.param])
+
+
+def all_pairs(pairs, version=0):
+    return [pairs.pair((0, version, item)) for item in range(len(pairs))]
+
+
+def test_every_document_begins_a_row_of_each_pass_of_pairs(short_texts):
+    shards, tokenizer = short_texts
+    (stream,) = shards.streams
+    pairs = MaskedPairs(shards, tokenizer, 128, seed=3)
+    for version in range(2):
+        anchors = [pairs.anchor(0, version, item) for item in range(len(pairs))]
+        assert {stream.document_of(place) for place in anchors} == set(range(stream.documents))
+        firsts = [first for first, _, _ in all_pairs(pairs, version)[: stream.documents]]
+        for document, first in enumerate(firsts):
+            text = stream.document(document)[:-1]
+            shared = min(len(text), len(first))
+            np.testing.assert_array_equal(first[:shared], text[:shared])
+
+
+def test_rows_of_pairs_are_full_whatever_the_documents(short_texts):
+    shards, tokenizer = short_texts
+    full = MaskedPairs(shards, tokenizer, 128, seed=3, short=0.0)
+    lengths = np.concatenate([batch.lengths for batch in full.sweep(64)])
+    assert len(lengths) == len(full) and lengths.min() >= 0.95 * 128
+    some = MaskedPairs(shards, tokenizer, 128, seed=3)  # every tenth row short, as BERT's are
+    lengths = np.concatenate([batch.lengths for batch in some.sweep(64)])
+    assert lengths.mean() > 0.93 * 128 and (lengths >= 0.95 * 128).mean() > 0.85
+
+
+def test_pairs_over_short_documents_truly_follow_or_not(short_texts):
+    """Inside one document where the second follows the first, and from documents apart where it does not."""
+    shards, tokenizer = short_texts
+    (stream,) = shards.streams
+    pairs = MaskedPairs(shards, tokenizer, 128, seed=3, short=0.0)
+    documents = [stream.document(d)[:-1] for d in range(stream.documents)]
+    starts = set(np.cumsum([0, *map(len, documents)]).tolist())
+    owner = np.repeat(np.arange(len(documents)), [len(d) for d in documents])
+    flat, owner = np.concatenate(documents * 2), np.concatenate([owner, owner])  # past the last comes the first
+    text, size = flat.astype(np.uint16).tobytes(), len(owner) // 2
+    found, begun = {0: 0, 1: 0}, {0: 0, 1: 0}
+    for first, second, label in all_pairs(pairs):
+        a, b = (text.find(side.astype(np.uint16).tobytes()) // 2 for side in (first, second))
+        if len(second) < 8 or len(first) < 8:
+            continue  # such a piece may be there twice
+        follows = text.find(np.concatenate([first, second]).astype(np.uint16).tobytes()) >= 0
+        assert follows == (label == 0) and a >= 0 and b % size not in starts
+        assert label == 0 or not {*owner[a : a + len(first)]} & {*owner[b : b + len(second)]}
+        found[label] += 1
+        begun[label] += flat[b - 1] == tokenizer.encode(".")[0]
+    assert found[1] / sum(found.values()) == pytest.approx(0.5, abs=0.07)
+    assert begun[0] / found[0] > 0.95 and begun[1] / found[1] > 0.95  # both begin with a sentence
+
+
+def test_documents_of_one_sentence_or_one_token_make_pairs(tmp_path):
+    (tmp_path / "one").mkdir()
+    shards, tokenizer = lettered(tmp_path / "one", [12] * 40, sentence=100)
+    batch = MaskedPairs(shards, tokenizer, 64, seed=1, short=0.0).batch(0, 64)
+    assert (batch.lengths == 64).all() and 16 < batch.next_sentence.sum() < 48
+    (tmp_path / "two").mkdir()
+    shards, tokenizer = lettered(tmp_path / "two", [2] * 100)
+    batch = MaskedPairs(shards, tokenizer, 32, seed=1, short=0.0).batch(0, 64)
+    assert (batch.lengths == 32).all() and (batch.next_sentence == 1).all()  # nothing follows inside a document
 
 
 def test_phases_of_128_then_512(folder, tokenizer):
@@ -194,7 +330,7 @@ def test_one_document_alone_still_makes_pairs(tmp_path):
         paths=(str(tmp_path / "a.txt"),),
         folder=tmp_path / "out",
         tokenizer=TokenizerConfig(kind="wordpiece", vocab_size=60),
-        validation_share=0.0,
+        validation_fraction=0.0,
     )
     prepare(config)
     batch = MaskedPairs(open_shards(tmp_path / "out"), load_tokenizer(tmp_path / "out" / "tokenizer"), 32).batch(0, 20)

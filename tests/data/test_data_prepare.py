@@ -18,9 +18,8 @@ import pytest
 from rich.console import Console
 
 from plume.config import CleanConfig, DataConfig, TokenizerConfig, UserError
-from plume.data import open_shards, prepare, show_report
-from plume.data.finish import Work
-from plume.data.maker import ShardMaker
+from plume.data import finalize, open_shards, prepare, show_report
+from plume.data.stages import ShardMaker
 from plume.text import load_tokenizer, train_tokenizer
 
 TEXT = "the owl hunts at night and rests by day while people sleep in their houses near a quiet river"
@@ -36,6 +35,14 @@ def write_rows(path: Path, megabytes: float, seed: int = 0) -> list[str]:
     return texts
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_shards():
+    """Several shards from a few megabytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(finalize, "SHARD_BYTES", 1 << 18)
+        yield
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -44,7 +51,7 @@ def tokenizer(tmp_path_factory):
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".tokens", ".starts")}
+    files = {p.name: p.read_bytes() for p in folder.iterdir() if p.suffix in (".tokens", ".starts", ".sums")}
     return files | {"data.json": (folder / "data.json").read_bytes()}
 
 
@@ -104,14 +111,15 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, whole):
     script = f"""
 from pathlib import Path
 from plume.config import *
-from plume.data import prepare
+from plume.data import finalize, prepare
+finalize.SHARD_BYTES = 1 << 18
 prepare(DataConfig(paths={whole.paths!r}, folder=Path({str(folder)!r}), shard_mb=1, workers=2,
     tokenizer=TokenizerConfig(folder=Path({str(whole.tokenizer.folder)!r}))))
 """
     kills = 0
     for delay in (0.2, 0.6, 0.0, 0.3):
         run = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
-        while run.poll() is None and not (folder / ".work" / "plan.json").is_file():
+        while run.poll() is None and not [*folder.glob(".work*/plan.json")]:
             time.sleep(0.02)
         time.sleep(delay)
         children = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
@@ -129,7 +137,7 @@ prepare(DataConfig(paths={whole.paths!r}, folder=Path({str(folder)!r}), shard_mb
     assert kills > 0
     subprocess.run([sys.executable, "-c", script], check=True)
     assert contents(folder) == contents(whole.folder)
-    assert not (folder / ".work").exists()
+    assert not [*folder.glob(".work*")]
     assert not [p for p in folder.rglob(".*") if p.is_file() and p.name != ".lock"]
 
 
@@ -139,7 +147,7 @@ def test_finished_work_is_not_done_again(tmp_path, whole, monkeypatch):
     original = ShardMaker.__call__
 
     def counted(self, plain):
-        made.append(plain["number"])
+        made.append(plain["piece"]["number"])
         if len(made) == 4:
             raise KeyboardInterrupt
         return original(self, plain)
@@ -151,18 +159,19 @@ def test_finished_work_is_not_done_again(tmp_path, whole, monkeypatch):
     assert made == [0, 1, 2, 3, *range(3, max(made) + 1)]
     assert contents(folder) == contents(whole.folder)
     made.clear()
-    (folder / ".work").mkdir()
     plan = {"fingerprint": open_shards(folder).manifest.fingerprint}
-    (folder / ".work" / "plan.json").write_text(json.dumps(plan))  # as a kill at the very end would leave it
+    work = folder / f".work-{plan['fingerprint'][:16]}"
+    work.mkdir()
+    (work / "plan.json").write_text(json.dumps(plan))  # as a kill at the very end would leave it
     prepare(replace(whole, folder=folder))
-    assert not made and not (folder / ".work").exists()
+    assert not made and not work.exists()
 
 
 def test_other_settings_do_not_overwrite_unless_asked(tmp_path, whole):
     folder = tmp_path / "out"
     prepare(replace(whole, folder=folder))
     before = contents(folder)
-    other = replace(whole, folder=folder, validation_share=0.2)
+    other = replace(whole, folder=folder, validation_fraction=0.2)
     with pytest.raises(UserError, match="prepared from other texts or settings"):
         prepare(other)
     assert contents(folder) == before
@@ -175,8 +184,6 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, whole, workers, monke
     """/dev/full gives the real error: every write to it finds no space."""
     folder = tmp_path / "out"
     config = replace(whole, folder=folder, workers=workers)
-    work = folder / ".work"
-    work.mkdir(parents=True)
     if workers == 1:
         original = Path.open
 
@@ -200,6 +207,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, whole, workers, monke
         with pytest.raises(UserError, match=r"the disk is full: 00003\.tokens"):
             prepare(config)
         monkeypatch.delenv("PYTHONPATH")
+    (work,) = folder.glob(".work*")
     assert not list(folder.glob("*.tokens")) and not list(work.glob(".0*"))
     assert (work / "00000.json").is_file()
     prepare(config)
@@ -228,9 +236,9 @@ def test_a_full_disk_at_the_last_moment(tmp_path, whole, monkeypatch):
 def test_a_dead_worker_is_reported(tmp_path, whole, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\nif 'plume.data.worker' in sys.orig_argv: os.kill(os.getpid(), 9)\n"
+        "import os, sys\nif any('plume.data.pool' in part for part in sys.orig_argv): os.kill(os.getpid(), 9)\n"
     )
-    with pytest.raises(UserError, match=r"a worker ended by itself \(code -9, killed: too little memory\?\)"):
+    with pytest.raises(UserError, match=r"worker process died \(exit code -9, probably out of memory\)"):
         prepare(replace(whole, folder=tmp_path / "out", workers=2))
 
 
@@ -252,14 +260,15 @@ def test_two_at_once_wait_for_each_other(tmp_path, whole):
     script = f"""
 from pathlib import Path
 from plume.config import *
-from plume.data import prepare
+from plume.data import finalize, prepare
+finalize.SHARD_BYTES = 1 << 18
 prepare(DataConfig(paths={whole.paths!r}, folder=Path({str(folder)!r}), shard_mb=1, workers=1,
     tokenizer=TokenizerConfig(folder=Path({str(whole.tokenizer.folder)!r}))))
 """
     runs = [subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [run.communicate()[1] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], said
-    assert sum("another process prepares" in words for words in said) <= 1
+    last_line = [run.communicate()[1] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], last_line
+    assert sum("another process prepares" in words for words in last_line) <= 1
     assert contents(folder) == contents(whole.folder)
 
 
@@ -271,7 +280,7 @@ def test_a_source_with_a_weight_must_have_documents(tmp_path):
         weights=(0.5, 0.5),
         folder=tmp_path / "out",
         tokenizer=TokenizerConfig(kind="bytes"),
-        validation_share=0.0,
+        validation_fraction=0.0,
     )
     with pytest.raises(UserError, match=r"b\.txt has weight 0\.5 but no document is left of it"):
         prepare(config)
@@ -285,8 +294,8 @@ def test_a_changed_file_or_tokenizer_is_noticed(tmp_path):
         paths=(str(tmp_path / "a.txt"),),
         folder=tmp_path / "out",
         tokenizer=TokenizerConfig(folder=tmp_path / "tokenizer"),
-        clean=CleanConfig(held_out=(str(tmp_path / "evaluation.txt"),)),
-        validation_share=0.0,
+        clean=CleanConfig(decontaminate=(str(tmp_path / "evaluation.txt"),)),
+        validation_fraction=0.0,
     )
     prints = [prepare(config).manifest.fingerprint]
     for change in ("a.txt", "evaluation.txt", "tokenizer"):
@@ -320,7 +329,7 @@ def test_torn_and_missing_files_are_named(tmp_path, whole):
     with pytest.raises(UserError, match=r"train-00001\.tokens is missing"):
         open_shards(folder)
     (folder / "data.json").write_text("{")
-    with pytest.raises(UserError, match="is damaged: it is not JSON"):
+    with pytest.raises(UserError, match=r"data\.json is corrupt: .*; prepare the data again"):
         open_shards(folder)
     with pytest.raises(UserError, match=r"holds no prepared data \(data\.json is missing\); did you mean 'out'"):
         open_shards(tmp_path / "outt")
@@ -335,7 +344,7 @@ def prepare_text(tmp_path, text, **options):
 
 def test_one_text_is_split_at_its_end(tmp_path):
     text = "".join(random.Random(0).choices("abc \n", k=9999))
-    prepare_text(tmp_path, text, validation_share=0.1)
+    prepare_text(tmp_path, text, validation_fraction=0.1)
     tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
     train, validation = (open_shards(tmp_path / "out", split).streams[0] for split in ("train", "validation"))
     assert tokenizer.decode(train.read(0, len(train))) == text[: int(len(text) * 0.9)]
@@ -344,13 +353,13 @@ def test_one_text_is_split_at_its_end(tmp_path):
 
 def test_tinyshakespeare_has_the_usual_split(tmp_path, shared):
     text = (shared / "data" / "tinyshakespeare" / "input.txt").read_text()
-    prepare_text(tmp_path, text, validation_share=0.1)
+    prepare_text(tmp_path, text, validation_fraction=0.1)
     assert open_shards(tmp_path / "out").tokens == 1_003_854
 
 
 def test_a_long_text_in_many_pieces_is_one_document(tmp_path):
     text = "\n".join(f"line {n} of a long text" for n in range(60_000))
-    prepare_text(tmp_path, text, shard_mb=1, validation_share=0.0)
+    prepare_text(tmp_path, text, shard_mb=1, validation_fraction=0.0)
     shards = open_shards(tmp_path / "out")
     tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer")
     assert len(shards.manifest.train) > 1 and shards.documents == 1
@@ -363,14 +372,14 @@ def test_nothing_left_says_why_and_leaves_nothing_behind(tmp_path):
     path.write_text('{"content": "x"}\n{"content": "y"}\n{broken\n')
     for tokenizer in (TokenizerConfig(kind="bytes"), TokenizerConfig(vocab_size=300)):
         with pytest.raises(
-            UserError, match=r"(?s)no document is left.*2 x no text in the field 'text'.*'content'"
+            UserError, match=r"(?s)no document is left.*2 x no text in the field 'text'.*'content'.*--text-field"
         ) as error:
             prepare(DataConfig(paths=(str(path),), folder=tmp_path / "out", tokenizer=tokenizer))
         assert "1 x not JSON" in str(error.value)
         assert not (tmp_path / "out").exists()
     prepare(
         DataConfig(
-            paths=(str(path),), folder=tmp_path / "out", field="content", tokenizer=TokenizerConfig(kind="bytes")
+            paths=(str(path),), folder=tmp_path / "out", text_field="content", tokenizer=TokenizerConfig(kind="bytes")
         )
     )
 
@@ -382,7 +391,7 @@ def test_the_report_is_kept_and_shown(tmp_path, whole):
     assert report["sources"][0]["epochs"] == 1.0
     (tmp_path / "bad.jsonl").write_text('{"text": "one text"}\nbroken\n')
     bad = DataConfig(
-        paths=(str(tmp_path / "bad.jsonl"),), folder=tmp_path / "out", tokenizer=whole.tokenizer, budget=10**6
+        paths=(str(tmp_path / "bad.jsonl"),), folder=tmp_path / "out", tokenizer=whole.tokenizer, token_budget=10**6
     )
     console = Console(width=1000, record=True, file=io.StringIO())
     console.print(show_report(prepare(bad).report))
@@ -402,7 +411,7 @@ def test_duplicates_over_many_pieces(tmp_path, rows, tokenizer):
         clean=CleanConfig(duplicates="exact"),
     )
     (source,) = prepare(config).report["sources"]
-    assert source["kept"] == len(rows[1]) and source["left_out"]["duplicate"]["count"] == len(rows[1])
+    assert source["kept"] == len(rows[1]) and source["dropped"]["duplicate"]["count"] == len(rows[1])
 
 
 def test_the_command_line(tmp_path):
@@ -412,10 +421,10 @@ def test_the_command_line(tmp_path):
     assert run.returncode == 0, run.stderr
     assert "training tokens" in " ".join(run.stdout.split()) and open_shards(tmp_path / "out").documents == 1
     run = subprocess.run(
-        [*command, "--clean.duplicate", "near", "--validation-share", "2"], capture_output=True, text=True
+        [*command, "--clean.duplicate", "near", "--validation-fraction", "2"], capture_output=True, text=True
     )
     assert run.returncode == 2 and "Traceback" not in run.stderr
-    assert "did you mean clean.duplicates?" in run.stderr and "validation_share=2.0 must be" in run.stderr
+    assert "did you mean clean.duplicates?" in run.stderr and "validation_fraction=2.0 must be" in run.stderr
 
 
 def tree_peak(script: str) -> float:
@@ -442,7 +451,8 @@ def test_memory_stays_flat(tmp_path, tokenizer):
             tree_peak(f"""
 from pathlib import Path
 from plume.config import *
-from plume.data import prepare
+from plume.data import finalize, prepare
+finalize.SHARD_BYTES = 1 << 18
 prepare(DataConfig(paths=({str(path)!r},), folder=Path({str(folder)!r}), shard_mb=4, workers=2,
     tokenizer=TokenizerConfig(folder=Path({str(tokenizer.folder)!r}))))
 """)
@@ -456,28 +466,38 @@ def test_ray_gives_the_same_shards(tmp_path, whole):
     ray = pytest.importorskip("ray", reason="needs the extra `cluster`")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        prepare(replace(whole, folder=tmp_path / "out", on="ray"))
+        prepare(replace(whole, folder=tmp_path / "out", backend="ray"))
     finally:
         ray.shutdown()
     assert contents(tmp_path / "out") == contents(whole.folder)
 
 
-def test_a_part_before_one_that_is_left_out_ends_its_document():
+def test_a_part_before_one_that_is_dropped_ends_its_document(tmp_path):
     """Long documents come in parts; when one of them is a copy of another, what stands before it is closed."""
     columns = {
-        "goes_on": [0, 1, 1, 0, 1],
+        "continues": [0, 1, 1, 0, 1],
         "tokens": [1, 2, 3, 4, 5],
         "hashes": [7, 7, 7, 8, 8],
         "starts": [0, 1, 2, 3, 4],
     }
-    kinds = {"goes_on": "|b1", "tokens": "<u2", "hashes": "<u8", "starts": "<i8"}
-
-    class Made(Work):
-        def column(self, piece, kind, dtype):
-            return np.array(columns[kind], kinds[kind])
-
-    kept = np.array([True, False, True, True, True])
-    entries = [entry for _, entry in Made(Path(), [None], [kept], "<u2", pairs=False).entries()]
-    assert [(int(e.sides[0][0]), e.begins, e.ends) for e in entries] == [
+    kinds = {"continues": "|b1", "tokens": "<u2", "hashes": "<u8", "starts": "<i8"}
+    for kind, values in columns.items():
+        (tmp_path / f"00000.{kind}").write_bytes(np.array(values, kinds[kind]).tobytes())
+    dropped = np.array([False, True, False, False, False])
+    e = finalize.read_entries(tmp_path, finalize.Place(piece=0), dropped, "<u2")
+    assert [(n + 1, e.begins[n], e.ends[n]) for n in np.flatnonzero(e.keep)] == [
         (1, True, True), (3, True, True), (4, True, False), (5, False, True)
     ]  # fmt: skip
+
+
+def test_no_worker_is_left_behind(tmp_path, monkeypatch):
+    """Whether the stages take the workers that were started early, or an error comes first."""
+    monkeypatch.setattr("plume.data.pool.SMALL", 0)
+    for n in range(3):
+        (tmp_path / f"{n}.txt").write_text(f"A text {n} about ships.\n" * 200)
+    before = set(psutil.Process().children(recursive=True))
+    config = DataConfig(paths=(str(tmp_path / "*.txt"),), folder=tmp_path / "out", workers=2)
+    prepare(replace(config, tokenizer=TokenizerConfig(kind="bytes")))
+    with pytest.raises(UserError, match="tokenizer"):
+        prepare(replace(config, folder=tmp_path / "two", tokenizer=TokenizerConfig(folder=tmp_path / "none")))
+    assert set(psutil.Process().children(recursive=True)) <= before

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plume.config import DataConfig, TokenizerConfig, UserError
-from plume.data import Tally, read_documents, read_rows, web
-from plume.data.readers import read_part, read_piece
-from plume.data.rows import foreign
-from plume.data.sources import Part, Piece, cut_file, find_files, plan_pieces
+from plume.data import Tally, read_documents, read_rows, sources
+from plume.data.documents import read_part, read_piece
+from plume.data.sources import FilePart, WorkUnit, cut_file, find_files, plan_pieces
+from plume.data.tables import wrong_encoding
 from plume.text import train_tokenizer
 
 TEXTS = ["first text,\nwith two lines", 'second "quoted" text', "dritter Text: äöü €", "第四"]
@@ -66,7 +66,7 @@ def test_every_kind_gives_the_same_documents(tmp_path, kind):
 def test_globs_and_fields(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"body": name, "link": "http://x.org", "karma": "3"}) + "\n")
-    read = config(tmp_path / "*.jsonl", field="body", url_field="link", score_field="karma")
+    read = config(tmp_path / "*.jsonl", text_field="body", url_field="link", score_field="karma")
     assert [(d.text, d.url, d.score) for d in read_documents(read)] == [
         ("a", "http://x.org", 3.0),
         ("b", "http://x.org", 3.0),
@@ -121,7 +121,7 @@ def test_encodings(tmp_path):
     (tmp_path / "binary.txt").write_bytes(b"\0\1\2")
     tally = Tally()
     assert [d.text for d in read_documents(config(tmp_path), tally)] == ["c\nd", "a\nb"]
-    assert tally.counts == {foreign("utf-8"): 2}
+    assert tally.counts == {wrong_encoding("utf-8"): 1, "binary data (NUL characters)": 1}
     assert texts_of(tmp_path / "latin.txt", encoding="latin-1") == ["déjà vu"]
 
 
@@ -146,7 +146,7 @@ def test_damaged_and_unreadable_files(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("plume.data.readers.open_bytes", refuse)
+    monkeypatch.setattr("plume.data.documents.open_bytes", refuse)
     with pytest.raises(UserError, match=r"b\.txt cannot be read: Permission denied"):
         list(read_documents(config(tmp_path / "b.txt")))
 
@@ -167,14 +167,16 @@ def test_a_missing_path_names_the_nearest(tmp_path):
 def parts_of(path, read, size):
     parts = list(cut_file(path, read, size, strips=8))
     tally = Tally()
-    documents = [d for part in parts for d in read_piece(Piece(0, 0, (part,)), read, tally)]
-    assert not tally.counts.keys() - {"empty"}
+    documents = [d for part in parts for d in read_piece(WorkUnit(0, 0, (part,)), read, tally)]
+    assert not tally.counts.keys() - {"empty", "half characters (lone surrogates)", "NUL characters"}
     return parts, documents
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.text(max_size=40), min_size=1, max_size=40), st.integers(1, 300), st.sampled_from(["", ".gz", ".zst"])
+    st.lists(st.text(st.characters(exclude_characters="\0"), max_size=40), min_size=1, max_size=40),
+    st.integers(1, 300),
+    st.sampled_from(["", ".gz", ".zst"]),
 )
 def test_a_jsonl_file_cut_anywhere_gives_every_row_once(tmp_path_factory, texts, size, compression):
     path = tmp_path_factory.mktemp("cut") / f"a.jsonl{compression}"
@@ -197,7 +199,7 @@ def test_a_text_cut_anywhere_is_whole_again(tmp_path_factory, text, size):
     documents = [d for part in parts for d in read_part(part, read, tally)]
     joined = "".join(d.text for d in documents)
     assert joined == text.replace("\r\n", "\n")
-    assert [d.goes_on for d in documents] == [n > 0 for n in range(len(documents))]
+    assert [d.continues for d in documents] == [n > 0 for n in range(len(documents))]
 
 
 @settings(max_examples=60, deadline=None)
@@ -310,9 +312,9 @@ def test_what_is_not_installed_names_its_extra(monkeypatch):
     for name in ("datasets", "warcio"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=r"pip install 'plume-lm\[hub\]'"):
-        web.load_hub("hub:some/set")
+        sources.load_hub("hub:some/set")
     with pytest.raises(UserError, match=r"pip install 'plume-lm\[web\]'"):
-        web.optional("warcio", "WARC files")
+        sources.optional("warcio", "WARC files")
 
 
 def test_a_hub_dataset_offline(tmp_path):
@@ -338,5 +340,5 @@ except UserError as error:
 
 
 def test_parts_are_plain_data():
-    piece = Piece(3, 1, (Part("a", 0, 10), Part("b", target="c")))
-    assert Piece.of(json.loads(json.dumps(piece.plain()))) == piece
+    piece = WorkUnit(3, 1, (FilePart("a", 0, 10), FilePart("b", target="c")))
+    assert WorkUnit.from_dict(json.loads(json.dumps(piece.to_dict()))) == piece

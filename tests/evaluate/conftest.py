@@ -12,9 +12,9 @@ import torch
 from stories import ANIMALS, PLACES, sentence, small, story, write_rows
 
 from plume.config import PRESETS, TokenizerConfig
-from plume.heads import Model
+from plume.hf import save_model
+from plume.model.heads import Model
 from plume.text import train_tokenizer
-from plume.weights import save_model
 
 
 @pytest.fixture(scope="session")

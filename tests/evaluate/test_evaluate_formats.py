@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -19,16 +20,15 @@ from stories import harness_task, story, write_rows
 
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate
-from plume.evaluate.items import Row
-from plume.evaluate.kinds import of_task, said_record, with_shots
-from plume.evaluate.protocols import PROTOCOLS
-from plume.evaluate.tasks import TASKS, find
-from plume.evaluate.texts import plain_penn
+from plume.evaluate.eval_tasks import TASKS, find_rows
+from plume.evaluate.formats import clean_penn
+from plume.evaluate.items import PROTOCOLS, TaskRow
+from plume.evaluate.requests import generated_record, protocol_for, with_examples
 from plume.text import load_tokenizer
 
 
 def built(name: str, row: dict, protocol: str):
-    return list(TASKS[name].build(Row(row, "row 1"), PROTOCOLS[protocol]))
+    return list(TASKS[name].build(TaskRow(row, "row 1"), PROTOCOLS[protocol]))
 
 
 # ---- long texts --------------------------------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_long_texts_are_read_and_divided(trained_folder, tmp_path, task, file, t
     (tmp_path / task).mkdir()
     (tmp_path / task / file).write_text(text, encoding="utf-8")
     if task in ("enwik8", "text8"):  # the last five million bytes are the test set
-        (row,) = find(TASKS[task], "test", tmp_path).rows()
+        (row,) = find_rows(TASKS[task], "test", tmp_path).rows()
         assert row["text"].encode() == text.encode()[-5_000_000:]
         (tmp_path / task / file).write_text(text[-300:], encoding="utf-8")
     result = evaluate(EvaluateConfig(model=str(trained_folder), tasks=(task,), data=tmp_path, protocol="gpt2-paper"))
@@ -60,7 +60,7 @@ def test_long_texts_are_read_and_divided(trained_folder, tmp_path, task, file, t
     tokenizer = load_tokenizer(trained_folder)
     total = 0.0
     for piece in pieces:
-        plain = plain_penn(piece, mended=True) if task == "ptb" else piece
+        plain = clean_penn(piece, mended=True) if task == "ptb" else piece
         ids = [tokenizer.end, *tokenizer.encode(plain)]
         for place in range(1, len(ids)):
             begin = 0 if place <= 64 else min(64 * ((place - 1) // 64), len(ids) - 65)
@@ -83,8 +83,8 @@ def test_long_texts_are_read_and_divided(trained_folder, tmp_path, task, file, t
 def test_penn_treebank_is_closed_up():
     text = "no it was n't black monday \n <unk> rose N points to $ N million , the bank 's # N billion \n"
     closed = "no it wasn't black monday\n<unk> rose{}1 points to $1 million , the bank's #1 billion\n"
-    assert plain_penn(text, mended=True) == closed.format(" ")
-    assert plain_penn(text, mended=False) == closed.format("")  # what the usual code makes of it
+    assert clean_penn(text, mended=True) == closed.format(" ")
+    assert clean_penn(text, mended=False) == closed.format("")  # what the usual code makes of it
 
 
 # ---- questions ---------------------------------------------------------------------------------------------------
@@ -98,8 +98,8 @@ CONVERSATION = {
 }
 
 
-@pytest.mark.parametrize("said", ["the dog", " a dog\nand more", "big", "", "a big dog ran"])
-def test_conversations_as_in_the_harness(said, monkeypatch):
+@pytest.mark.parametrize("prediction", ["the dog", " a dog\nand more", "big", "", "a big dog ran"])
+def test_conversations_as_in_the_harness(prediction, monkeypatch):
     """Its words and its way with several people's answers; one answer is compared as SQuAD's paper says."""
 
     def words(text: str) -> list[str]:
@@ -120,8 +120,8 @@ def test_conversations_as_in_the_harness(said, monkeypatch):
     (item,) = built("coqa", CONVERSATION, "harness")
     assert item.prompt == utils.doc_to_text(CONVERSATION) and item.stop == ("\nQ:",)
     assert list(item.answers) == utils.doc_to_target(CONVERSATION)
-    theirs = utils.process_results(CONVERSATION, [said])
-    record = said_record(TASKS["coqa"], item, said)
+    theirs = utils.process_results(CONVERSATION, [prediction])
+    record = generated_record(TASKS["coqa"], item, prediction)
     assert (record["exact_match"], record["f1"]) == pytest.approx((theirs["em"], theirs["f1"]))
 
 
@@ -134,7 +134,7 @@ def test_conversations_turn_by_turn_and_as_they_were_published(tmp_path):
     (tmp_path / "coqa").mkdir()
     original = {"data": [CONVERSATION | listed | {"additional_answers": more}]}
     (tmp_path / "coqa" / "coqa-dev-v1.0.json").write_text(json.dumps(original))
-    (row,) = find(TASKS["coqa"], "test", tmp_path).rows()
+    (row,) = find_rows(TASKS["coqa"], "test", tmp_path).rows()
     assert [i.prompt for i in TASKS["coqa"].build(row, PROTOCOLS["gpt2-paper"])] == [first.prompt, second.prompt]
     short = CONVERSATION | {"answers": {"input_text": ["a cat"]}}
     with pytest.raises(UserError, match="row 1: 2 questions have 1 answers"):
@@ -146,15 +146,15 @@ def test_a_summary_is_measured_by_its_first_three_sentences():
     article, highlights = "The cat ate milk. The dog slept.", "the cat drank cold milk"
     (item,) = built("cnn-dailymail", {"article": article, "highlights": highlights}, "gpt2-paper")
     assert item.prompt == article + "\nTL;DR:" and (item.tokens, item.top_k, item.stop) == (100, 2, ())
-    record = said_record(TASKS["cnn-dailymail"], item, " The cat. Drank milk. Yes! And milk and cold milk again.")
-    said, wanted = ["the", "cat", "drank", "milk", "yes"], highlights.split()
-    assert record["said"] == "The cat. Drank milk. Yes!"
+    record = generated_record(TASKS["cnn-dailymail"], item, " The cat. Drank milk. Yes! And milk and cold milk again.")
+    prediction, wanted = ["the", "cat", "drank", "milk", "yes"], highlights.split()
+    assert record["prediction"] == "The cat. Drank milk. Yes!"
 
     def f(same: int, a: int, b: int) -> float:
         return 2 * (same / a) * (same / b) / (same / a + same / b)
 
-    pairs = [Counter(pairwise(words)) for words in (said, wanted)]
-    assert record["rouge1"] == pytest.approx(f(sum((Counter(said) & Counter(wanted)).values()), 5, 5))
+    pairs = [Counter(pairwise(words)) for words in (prediction, wanted)]
+    assert record["rouge1"] == pytest.approx(f(sum((Counter(prediction) & Counter(wanted)).values()), 5, 5))
     assert record["rouge2"] == pytest.approx(f(sum((pairs[0] & pairs[1]).values()), 4, 4))
     assert record["rougeL"] == pytest.approx(f(len(["the", "cat", "drank", "milk"]), 5, 5))
 
@@ -178,7 +178,10 @@ def test_answers_written_together_are_those_written_alone(trained_folder, tmp_pa
                 new.append(int(theirs(torch.tensor([ids + new])).logits[0, -1].argmax()))
             if new[-1] == tokenizer.end:
                 break
-        assert row["said"] == re.split(r"[\n.,]", tokenizer.decode([t for t in new if t != tokenizer.end]))[0].strip()
+        assert (
+            row["prediction"]
+            == re.split(r"[\n.,]", tokenizer.decode([t for t in new if t != tokenizer.end]))[0].strip()
+        )
     again = evaluate(config)["nq"].first
     assert (again.scored, again.reused) == (0, 5) and again.metrics == result.metrics
 
@@ -189,7 +192,7 @@ def test_squad_as_it_was_published(tmp_path):
     (tmp_path / "squad").mkdir()
     published = {"version": "1.1", "data": [{"title": "Running", "paragraphs": paragraphs}]}
     (tmp_path / "squad" / "dev-v1.1.json").write_text(json.dumps(published))
-    first, second = find(TASKS["squad"], "test", tmp_path).rows()
+    first, second = find_rows(TASKS["squad"], "test", tmp_path).rows()
     (item,) = TASKS["squad"].build(first, PROTOCOLS["gpt3-paper"])
     assert item.prompt == "Title: Running\n\nBackground: Ann Lee ran.\n\nQ: Who ran?\n\nA:"
     assert item.answers == ("Ann", "Ann Lee") and item.where.endswith("question q1")
@@ -292,10 +295,10 @@ def test_the_blank_of_lambada_comes_with_examples_only(trained_folder, made):
         )
         kept[shots] = evaluate(config)["lambada"].first.protocol
     assert (kept[0]["cloze"], kept[1]["cloze"], kept[1]["delimiter"]) == (False, True, "\n")
-    protocol = of_task(PROTOCOLS["gpt3-paper"], TASKS["lambada"], shots=1)
-    rows = [Row({"text": f"This is a {word}"}, "row 1") for word in ("bat", "ball")]
+    protocol = protocol_for(PROTOCOLS["gpt3-paper"], TASKS["lambada"], shots=1)
+    rows = [TaskRow({"text": f"This is a {word}"}, "row 1") for word in ("bat", "ball")]
     bat, ball = (next(TASKS["lambada"].build(row, protocol)) for row in rows)
-    shown = with_shots(bat, ball.solved + protocol.delimiter)
+    shown = with_examples(bat, ball.solved + protocol.delimiter)
     assert shown.opening + shown.context == "Fill in blank:\n\nThis is a ____. -> ball\nThis is a ____. ->"
 
 
@@ -316,7 +319,7 @@ def test_free_answers_of_the_gpt3_paper_are_searched_for(trained_folder, tmp_pat
     new = theirs.generate(prompt, attention_mask=torch.ones_like(prompt), eos_token_id=tokenizer.end,
                           pad_token_id=tokenizer.end, **options)[0, prompt.shape[1]:]  # fmt: skip
     text = tokenizer.decode([int(t) for t in new if t != tokenizer.end])
-    assert "\n" not in text and row["said"] == text.strip()
+    assert "\n" not in text and row["prediction"] == text.strip()
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------
@@ -369,15 +372,16 @@ def test_memory_stays_flat(trained_folder, tmp_path):
         tmp_path / "many.jsonl", [r | {"context": f"{n} {r['context']}"} for n in range(15) for r in rows]
     )
     code = f"""
-import resource, torch
+import sys, torch
+sys.path.append({str(Path(__file__).parents[1])!r})
+from memory import kilobytes
 torch.set_num_threads(1)
 from plume.config import EvaluateConfig
 from plume.evaluate import evaluate
 for file in ({str(few)!r}, {str(many)!r}):
     evaluate(EvaluateConfig(model={str(trained_folder)!r}, tasks=(file,)))
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    print(kilobytes())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     first, last = map(int, done.stdout.split()[-2:])
-    unit = 1 if sys.platform == "darwin" else 1024
-    assert (last - first) * unit < 40e6
+    assert (last - first) * 1024 < 40e6

@@ -10,11 +10,10 @@ from stories import harness_task
 
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate
-from plume.evaluate.items import LastWord, Question, Row
-from plume.evaluate.kinds import of_task, said_record, with_shots
-from plume.evaluate.protocols import PROTOCOLS
-from plume.evaluate.tasks import TASKS
-from plume.evaluate.texts import plain_wikitext, split_pages
+from plume.evaluate.eval_tasks import TASKS
+from plume.evaluate.formats import clean_wikitext, split_pages
+from plume.evaluate.items import PROTOCOLS, LastWord, Question, TaskRow
+from plume.evaluate.requests import generated_record, protocol_for, with_examples
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the harness and what it imports
 
@@ -133,7 +132,7 @@ def test_choices_as_the_harness(folder, made, tmp_path, shots):
     for row, sample in zip(rows, samples, strict=True):
         likelihoods = [float(resp[0]) for resp in sample["filtered_resps"]]
         assert row["loglikelihood"] == pytest.approx(likelihoods[row["gold"]], abs=1e-4)
-        assert row["said"] == max(range(4), key=likelihoods.__getitem__)
+        assert row["prediction"] == max(range(4), key=likelihoods.__getitem__)
     for metric in ("acc", "acc_norm"):
         assert result.metrics[metric].value == theirs[metric]
     assert result.metrics["acc"].stderr == pytest.approx(theirs_stderr(rows, "acc"))
@@ -249,20 +248,22 @@ def test_an_item_reads_as_in_the_harness(name, shots, tmp_path):
     """The harness's own task files ask for the same after the same, and put the same between examples."""
     file, row = EXAMPLES[name]
     task = harness_task(tmp_path, file, row, shots)
-    protocol = of_task(PROTOCOLS["harness"], TASKS[name], shots=shots)
-    (item,) = TASKS[name].build(Row(row, "row 1"), protocol)
-    shown = with_shots(item, item.solved + protocol.delimiter) if shots else item
+    protocol = protocol_for(PROTOCOLS["harness"], TASKS[name], shots=shots)
+    (item,) = TASKS[name].build(TaskRow(row, "row 1"), protocol)
+    shown = with_examples(item, item.solved + protocol.delimiter) if shots else item
     assert wanted(shown) == [theirs_wanted(instance) for instance in task.instances]
 
 
-@pytest.mark.parametrize("said", ["Ann", "the ANN lee", "ann.", "An A", "A", "b", "  ", "rain and the sun. More!"])
+@pytest.mark.parametrize(
+    "prediction", ["Ann", "the ANN lee", "ann.", "An A", "A", "b", "  ", "rain and the sun. More!"]
+)
 @pytest.mark.parametrize("name", ["nq", "triviaqa", "cnn-dailymail"])
-def test_an_answer_counts_as_in_the_harness(name, said, tmp_path):
+def test_an_answer_counts_as_in_the_harness(name, prediction, tmp_path):
     file, row = EXAMPLES[name]
     task = harness_task(tmp_path, file, row)
-    (item,) = TASKS[name].build(Row(row, "row 1"), PROTOCOLS["harness"])
-    theirs = task.process_results(task.instances[0].doc, [said.strip()])
-    ours = said_record(TASKS[name], item, said)
+    (item,) = TASKS[name].build(TaskRow(row, "row 1"), PROTOCOLS["harness"])
+    theirs = task.process_results(task.instances[0].doc, [prediction.strip()])
+    ours = generated_record(TASKS[name], item, prediction)
     shared = theirs.keys() & ours.keys()
     assert shared == ({"exact_match"} if name != "cnn-dailymail" else {"rouge1", "rouge2", "rougeL"})
     assert {metric: ours[metric] for metric in shared} == pytest.approx({metric: theirs[metric] for metric in shared})
@@ -275,8 +276,8 @@ def test_wikitext_is_detokenized_as_in_the_harness():
         ' = A = \n \n It was the students \' @-@ 3 @.@ 5 ( or so ) [ x ] " quoted " , 5 ° N and N 1 ; '
         "{ y } 'z ' . = = = B = = = \n x 's \n"
     )
-    assert plain_wikitext(page, mended=False) == wikitext_detokenizer({"page": page})
-    assert plain_wikitext("in ' 90", mended=True) == "in '90"
+    assert clean_wikitext(page, mended=False) == wikitext_detokenizer({"page": page})
+    assert clean_wikitext("in ' 90", mended=True) == "in '90"
 
 
 # ---- our models inside the harness -------------------------------------------------------------------------------

@@ -16,17 +16,19 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cluster import as_ray_would
 from stories import story, write_rows
 
 import plume.evaluate
-from plume.cli import main
+from plume.cli.main import main
 from plume.config import EvaluateConfig, UserError
-from plume.evaluate import evaluate, metrics
+from plume.evaluate import evaluate
+from plume.evaluate import requests as reliability
 from plume.evaluate.compare import compare, contributions, mcnemar, sign_flips
-from plume.evaluate.contamination import found_in, runs_of
-from plume.evaluate.published import published
-from plume.evaluate.report import picture, read_report, scores
-from plume.evaluate.scaling import Size, draw
+from plume.evaluate.evaluation import found_in, runs_of
+from plume.evaluate.report import picture, published, read_report, scores
+from plume.evaluate.size_sweep import Size, draw, fits
+from plume.tasks import metrics
 
 
 def run(folder, out, *tasks, **more):
@@ -34,15 +36,15 @@ def run(folder, out, *tasks, **more):
 
 
 def test_the_report_says_what_its_numbers_depend_on(trained_folder, made, tmp_path):
-    from plume.weights import model_hash
+    from plume.hf import model_hash
 
     out = tmp_path / "report"
     report = run(trained_folder, out, "lambada", "hellaswag", "wikitext-2", data=made)
     text = (out / "report.md").read_text()
     for task in report.tasks:
         first = task.first
-        for said in (model_hash(trained_folder), first.data_hash, "harness", "border='joined'", f"{first.tokens:,}"):
-            assert said in text
+        for part in (model_hash(trained_folder), first.data_hash, "harness", "boundary='joint'", f"{first.tokens:,}"):
+            assert part in text
         assert first.score.stderr is not None and first.seconds > 0
         assert first.scored > 0
     assert "41, 1 with their context cut on the left" in text
@@ -80,7 +82,7 @@ def test_a_killed_run_goes_on_without_scoring_anything_twice(trained_folder, tmp
             for n in range(1500)]  # fmt: skip
     file, out = write_rows(tmp_path / "mine.jsonl", rows), tmp_path / "out"
     words = ["evaluate", str(trained_folder), "--tasks", str(file), "--out", str(out), "--plots", "false"]
-    code = f"import torch; torch.set_num_threads(1); from plume.cli import main; main({words!r})"
+    code = f"import torch; torch.set_num_threads(1); from plume.cli.main import main; main({words!r})"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     store = out / "scores.sqlite"
     deadline = time.monotonic() + 240
@@ -131,7 +133,7 @@ def test_only_like_is_compared(trained_folder, random_folder, made, tmp_path):
     for name, settings, other in (
         ("limit", {"limit": 5}, "items"),
         ("shots", {"shots": 1}, "examples"),
-        ("words", {"protocol": "gpt2-paper", "stop_words": False}, "protocol"),
+        ("words", {"protocol": "gpt2-paper", "stop_word_filter": False}, "protocol"),
     ):
         run(trained_folder, tmp_path / name, "lambada", **base, **settings)
         (found,) = compare(tmp_path / "a", tmp_path / name)
@@ -199,12 +201,12 @@ def test_numbers_against_other_libraries():
     from sklearn.metrics import matthews_corrcoef
 
     draw = np.random.default_rng(1)
-    gold, said = draw.integers(0, 2, 80).astype(bool), draw.integers(0, 2, 80).astype(bool)
-    assert metrics.matthews(gold, said).value == pytest.approx(matthews_corrcoef(gold, said))
+    gold, prediction = draw.integers(0, 2, 80).astype(bool), draw.integers(0, 2, 80).astype(bool)
+    assert metrics.matthews_metric(gold, prediction).value == pytest.approx(matthews_corrcoef(gold, prediction))
 
 
 @pytest.mark.parametrize(
-    ("said", "answers", "exact", "f1"),
+    ("prediction", "answers", "exact", "f1"),
     [
         ("The cat, sat.", ["cat sat"], 1.0, 1.0),  # articles, case and punctuation do not count
         ("a b c", ["b c d"], 0.0, 0.8),  # two of two words, two of three
@@ -212,9 +214,9 @@ def test_numbers_against_other_libraries():
         ("one two", ["three", "Two"], 0.0, 2 / 3),  # the answer that fits best
     ],
 )
-def test_written_answers_are_compared_as_in_squad(said, answers, exact, f1):
-    assert metrics.exact_match(said, answers) == exact
-    assert metrics.f1(said, answers) == pytest.approx(f1)
+def test_written_answers_are_compared_as_in_squad(prediction, answers, exact, f1):
+    assert metrics.exact_match(prediction, answers) == exact
+    assert metrics.answer_f1(prediction, answers) == pytest.approx(f1)
 
 
 def test_errors_against_the_bootstrap():
@@ -233,16 +235,16 @@ def test_the_threshold_is_the_best_one():
     draw = np.random.default_rng(3)
     for _ in range(20):
         scores, good = draw.normal(size=15), draw.integers(0, 2, 15).astype(bool)
-        cut = metrics.best_threshold(list(scores), list(good))
+        cut = metrics.best_threshold(list(scores), list(good), bounds=(-np.inf, np.inf), near=None)
         right = lambda at: int(((scores > at) == good).sum())  # noqa: B023, E731
         assert right(cut) == max(map(right, [-np.inf, *scores]))
 
 
 def test_calibration_and_positions():
-    bins = metrics.Calibration()
+    bins = reliability.Calibration()
     bins.add(np.array([0.95, 0.95, 0.15]), np.array([True, False, False]))
     assert bins.plain()["error"] == pytest.approx((2 * 0.45 + 0.15) / 3)
-    places = metrics.ByPosition()
+    places = reliability.ByPosition()
     places.add(1, np.array([-1.0, -3.0, -5.0], dtype=np.float32))
     assert places.plain() == {"from": [1, 3], "loss": [2.0, 5.0], "tokens": [2, 1]}
 
@@ -260,7 +262,7 @@ def test_evaluate_at_the_command_line(trained_folder, made, tmp_path, capsys):
     assert "did you mean shots" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "none"), "--tasks", "lambada"]) == 2
     assert main(["evaluate", str(trained_folder)]) == 2
-    assert "tasks is empty" in capsys.readouterr().err
+    assert "tasks is missing" in capsys.readouterr().err
 
 
 def sweep_recipe(folder: Path, name: str, steps: int, sizes: str) -> Path:
@@ -285,7 +287,7 @@ def sweep_recipe(folder: Path, name: str, steps: int, sizes: str) -> Path:
         [data]
         paths = ["{folder}/*.txt"]
         folder = "{folder}/{name}-shards"
-        validation_share = 0.2
+        validation_fraction = 0.2
         workers = 1
         tokenizer = {{ vocab_size = 300 }}
         """
@@ -298,7 +300,7 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
     sizes = '["1x16", "2x32", "2x48"]'
     assert main(["sweep", str(sweep_recipe(tmp_path, "whole", 120, sizes))]) == 0
     recipe, second = sweep_recipe(tmp_path, "killed", 120, sizes), tmp_path / "killed" / "2x32"
-    code = f"import torch; torch.set_num_threads(1); from plume.cli import main; main(['sweep', {str(recipe)!r}])"
+    code = f"import torch; torch.set_num_threads(1); from plume.cli.main import main; main(['sweep', {str(recipe)!r}])"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while len(list((second / "checkpoints").glob("[!.]*"))) < 1:
@@ -316,6 +318,25 @@ def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
         assert (one["name"], one["tokens"]) == (other["name"], other["tokens"])
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
         assert one["validation"] == pytest.approx(other["validation"], rel=1e-4)
+
+
+def test_tasks_on_a_cluster_score_as_here(trained_folder, made, tmp_path, monkeypatch):
+    here = run(trained_folder, tmp_path / "here", "lambada", "hellaswag", data=made, plots=False)
+    monkeypatch.setattr("plume.evaluate.evaluation.run_on_ray", as_ray_would)
+    there = run(trained_folder, tmp_path / "there", "lambada", "hellaswag", data=made, plots=False, backend="ray")
+    assert [t.first.task for t in there.tasks] == ["lambada", "hellaswag"]
+    assert [t.first.metrics for t in there.tasks] == [t.first.metrics for t in here.tasks]
+    files = [{file.name: file.read_bytes() for file in (tmp_path / n).glob("items/*.jsonl")} for n in ("here", "there")]
+    assert files[0] and files[0] == files[1]
+
+
+def test_sizes_on_a_cluster_are_those_trained_here(tmp_path, monkeypatch):
+    assert main(["sweep", str(sweep_recipe(tmp_path, "here", 6, '["1x16", "2x16"]'))]) == 0
+    monkeypatch.setattr("plume.evaluate.size_sweep.run_on_ray", as_ray_would)
+    assert main(["sweep", str(sweep_recipe(tmp_path, "there", 6, '["1x16", "2x16"]')), "--backend", "ray"]) == 0
+    for size in ("1x16", "2x16"):
+        files = [tmp_path / name / size / "model" / "model.safetensors" for name in ("here", "there")]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_tasks_of_the_harness_need_the_harness(trained_folder, monkeypatch):
@@ -337,7 +358,7 @@ def test_a_stopped_sweep_says_so_and_goes_on(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Trainer, "validate", press)
     assert main(["sweep", str(recipe)]) == 130
-    assert "stopped while training 1x16; the same command goes on from there" in capsys.readouterr().out
+    assert "interrupted while training 1x16; the same command continues" in capsys.readouterr().out
     monkeypatch.undo()
     assert main(["sweep", str(recipe)]) == 0
 
@@ -363,6 +384,16 @@ def test_losses_of_a_sweep_are_plain_numbers(tmp_path, monkeypatch):
         assert labels and all(re.fullmatch(r"[\d.]*", label) for label in labels), labels
 
 
+def test_a_power_law_is_fitted_to_three_sizes():
+    sizes = [
+        Size(name=str(n), parameters=n, tokens=1, compute=n * n, loss=9.0, validation=3 * n**-0.1, seconds=1, curve=[])
+        for n in (1000, 3000, 50_000)
+    ]
+    found = fits(sizes)
+    assert found["parameters"] == pytest.approx({"scale": 3, "power": 0.1})
+    assert found["compute"] == pytest.approx({"scale": 3, "power": 0.05}) and fits(sizes[:2]) == {}
+
+
 def test_a_score_of_zero_can_be_seen(monkeypatch, tmp_path):
     value = SimpleNamespace(value=0.0, stderr=0.0)
     task = SimpleNamespace(first=SimpleNamespace(task="mine", headline="acc"), score=lambda: value)
@@ -381,9 +412,10 @@ def test_a_sweep_trains_each_size_once(tmp_path, capsys):
     assert first["name"] == "1x16" and first["parameters"] < second["parameters"]
     assert first["tokens"] == second["tokens"] == 6 * 4 * 32
     assert second["compute"] > 6 * second["tokens"] * 2 * 12 * 32 * 32
-    x = np.log([first["parameters"], second["parameters"]])
-    y = np.log([first["validation"], second["validation"]])
-    assert report["fits"]["parameters"]["power"] == pytest.approx(-(y[1] - y[0]) / (x[1] - x[0]))
+    assert report["fits"] == {}  # any two points lie on a line
+    assert "fitted to 3 sizes or more" in (tmp_path / "sweep" / "report.md").read_text()
+    shown = capsys.readouterr().out
+    assert f"validation loss {first['validation']:.4f}" in shown and f"{first['loss']:.4f}" not in shown
     for name in ("loss_by_parameters.png", "loss_by_compute.png"):
         assert (tmp_path / "sweep" / name).read_bytes().startswith(b"\x89PNG")
     weights = tmp_path / "sweep" / "2x32" / "model" / "model.safetensors"

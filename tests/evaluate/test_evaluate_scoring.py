@@ -10,13 +10,14 @@ import transformers
 from stories import small, story
 
 from plume.config import EvaluateConfig, UserError
-from plume.evaluate import evaluate, reading
-from plume.evaluate.reading import batches, bundled
-from plume.evaluate.scoring import Request, scorer_for, windows
-from plume.evaluate.store import Store
-from plume.heads import Model
+from plume.evaluate import evaluate
+from plume.evaluate.subject import ScoreStore
+from plume.hf import load_model
+from plume.inference.scoring import Request, scorer_for, windows
+from plume.model import loss
+from plume.model.heads import Model
+from plume.model.ragged import batches, prefix_trees
 from plume.text import load_tokenizer
-from plume.weights import load_model
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +70,12 @@ def test_scores_equal_a_loop_one_request_at_a_time(causal, made):
 
 def test_only_scored_positions_reach_the_last_mlp_and_the_head(causal, monkeypatch):
     _, scorer = causal
-    last, rows, read = [], [], scorer.head.read
+    last, rows, read = [], [], scorer.likelihoods.read
     up = scorer.model.body.blocks[-1].mlp.inner.up
-    monkeypatch.setattr(up, "forward", lambda x, old=up.forward: last.append(len(x)) or old(x))
-    monkeypatch.setattr(scorer.head, "read", lambda hidden, *more: rows.append(len(hidden)) or read(hidden, *more))
+    monkeypatch.setattr(up, "forward", lambda x, old=up.forward: last.append(x.shape[-2]) or old(x))
+    monkeypatch.setattr(
+        scorer.likelihoods, "read", lambda hidden, *more: rows.append(len(hidden)) or read(hidden, *more)
+    )
     draw = random.Random(4)
     requests = [Request(tuple(draw.sample(range(300), 40)), tuple(range(n))) for n in (1, 2, 3, 9, 5, 1)]
     list(scorer.score(requests))
@@ -88,24 +91,24 @@ def test_a_shared_beginning_is_read_once(causal, monkeypatch):
     assert sum(read) == 40 + 4  # the context, and of each target all but its last token
 
 
-def test_bundles_hold_every_sequence_and_each_token_sees_its_own():
+def test_prefix_trees_hold_every_sequence_and_each_token_sees_its_own():
     draw = random.Random(1)
     sequences = [tuple([1] * draw.randint(0, 30) + [draw.randrange(3) for _ in range(9)]) for _ in range(50)]
-    asked = [slice(len(s) - draw.randint(1, 10), None) for s in sequences]
-    bundles = bundled(sequences, asked, width=64, most=60)
-    assert sorted(m for b in bundles for m in b.members) == list(range(50))
-    assert any(len(b.members) > 2 for b in bundles) and all(len(b) <= 60 for b in bundles)
-    for bundle in bundles:
-        seen, places = bundle.seen(0), iter(bundle.asked)
-        for member in bundle.members:
-            for end in range(*asked[member].indices(len(sequences[member]))):
+    wanted = [slice(len(s) - draw.randint(1, 10), None) for s in sequences]
+    trees = prefix_trees(sequences, wanted, width=64, most=60)
+    assert sorted(m for b in trees for m in b.members) == list(range(50))
+    assert any(len(b.members) > 2 for b in trees) and all(len(b) <= 60 for b in trees)
+    for tree in trees:
+        seen, places = tree.visible(0), iter(tree.wanted)
+        for member in tree.members:
+            for end in range(*wanted[member].indices(len(sequences[member]))):
                 ancestors = np.flatnonzero(seen[next(places)])
-                assert tuple(bundle.tokens[a] for a in ancestors) == sequences[member][: end + 1]
-                assert [bundle.positions[a] for a in ancestors] == list(range(end + 1))
+                assert tuple(tree.tokens[a] for a in ancestors) == sequences[member][: end + 1]
+                assert [tree.positions[a] for a in ancestors] == list(range(end + 1))
         assert next(places, None) is None
 
 
-def test_batches_hold_every_bundle_once_within_the_budget():
+def test_batches_hold_every_tree_once_within_the_budget():
     draw = random.Random(2)
     sizes = [draw.randint(1, 90) for _ in range(200)] + [400]
     made = list(batches(sizes, 300))
@@ -137,13 +140,13 @@ def test_every_kind_of_stack_scores_as_its_forward_says(tokenizer, more):
 
 @torch.no_grad()
 def test_of_equally_likely_tokens_the_first_is_the_prediction(tokenizer, monkeypatch):
-    monkeypatch.setattr(reading, "COLUMNS", 64)  # so that equals stand in several parts of the vocabulary
-    monkeypatch.setattr(reading, "LOGITS_HELD", 64)
+    monkeypatch.setattr(loss, "SCORED_COLUMNS", 64)  # so that equals stand in several parts of the vocabulary
+    monkeypatch.setattr(loss, "SCORED_NUMBERS", 64)
     model = Model(small(tokenizer))
     logits = torch.randint(5, (32, model.config.vocab_size), generator=torch.Generator().manual_seed(0)).float()
     model.table.copy_(logits.T)  # which is what unit vectors get from it
     targets = [int(row.argmax()) if n % 2 else n for n, row in enumerate(logits)]
-    found = reading.Head(model, [5, 6, 7]).read(torch.eye(32), targets, [n % 3 == 0 for n in range(32)])
+    found = loss.TokenLikelihoods(model, [5, 6, 7]).read(torch.eye(32), targets, [n % 3 == 0 for n in range(32)])
     np.testing.assert_allclose(found.logprobs, logits.log_softmax(1)[range(32), targets], atol=1e-5)
     logits[::3, [5, 6, 7]] = -torch.inf
     assert found.hits.tolist() == (logits.argmax(1) == torch.tensor(targets)).tolist()
@@ -206,7 +209,7 @@ def test_a_stride_beyond_the_context_is_refused(causal):
 @torch.no_grad()
 def test_pseudo_likelihood_equals_a_loop_over_masks(masked):
     theirs, scorer = masked
-    encode, wrap = scorer.tokenizer.encode, scorer.tokenizer.wrap
+    encode, wrap = scorer.tokenizer.encode, scorer.tokenizer.add_special_tokens
     texts = [story(3, 1), story(4, 2), "The cat"]
     requests = [Request((), tuple(encode(text)[:40])) for text in texts]
     requests.append(Request(tuple(encode("The bear went to the")), tuple(encode(" river and it ate honey"))))
@@ -232,7 +235,7 @@ def test_pseudo_perplexity_of_a_file(masked, masked_folder, tmp_path):
     while done < len(tokens):
         end = min(len(tokens), done + (46 if done == 0 else 10))
         begin = max(0, end - 46)
-        whole = torch.tensor([scorer.tokenizer.wrap(tokens[begin:end])[0]])
+        whole = torch.tensor([scorer.tokenizer.add_special_tokens(tokens[begin:end])[0]])
         for place in range(done, end):
             row = whole.clone()
             row[0, 1 + place - begin] = scorer.tokenizer.mask
@@ -249,7 +252,7 @@ def test_masks_are_filled_the_surest_first(masked):
     mask = scorer.tokenizer.mask
     tokens = scorer.tokenizer.encode(story(6, 1))
     tokens[3] = tokens[7] = tokens[8] = mask
-    row = torch.tensor([scorer.tokenizer.wrap(tokens)[0]])
+    row = torch.tensor([scorer.tokenizer.add_special_tokens(tokens)[0]])
     specials = list(scorer.tokenizer.special_ids.values())
     for _ in range(3):
         logprobs = theirs(row).logits[0]
@@ -266,12 +269,12 @@ def test_masks_are_filled_the_surest_first(masked):
 def test_the_store_answers_what_it_knows_and_never_scores_twice(causal, tmp_path, monkeypatch):
     _, scorer = causal
     requests = some_requests(scorer.model.config.vocab_size, 20)
-    with Store(tmp_path / "scores.sqlite", "m") as store:
+    with ScoreStore(tmp_path / "scores.sqlite", "m") as store:
         first = dict(store.scores(scorer, requests[:12]))
     asked = []
     score = scorer.score
     monkeypatch.setattr(scorer, "score", lambda rs: asked.extend(rs) or score(rs))
-    with Store(tmp_path / "scores.sqlite", "m") as store:
+    with ScoreStore(tmp_path / "scores.sqlite", "m") as store:
         second = dict(store.scores(scorer, requests))
         assert set(asked) == set(requests[12:]) - set(requests[:12])
         assert store.fresh == len(asked) and store.reused >= 12
@@ -279,7 +282,7 @@ def test_the_store_answers_what_it_knows_and_never_scores_twice(causal, tmp_path
         np.testing.assert_array_equal(first[number].logprobs, second[number].logprobs)
         assert first[number].hits.tolist() == second[number].hits.tolist()
     asked.clear()
-    with Store(tmp_path / "scores.sqlite", "another model") as store:
+    with ScoreStore(tmp_path / "scores.sqlite", "another model") as store:
         list(store.scores(scorer, requests))
     assert set(asked) == set(requests)
 
@@ -287,4 +290,4 @@ def test_the_store_answers_what_it_knows_and_never_scores_twice(causal, tmp_path
 def test_a_damaged_store_is_named(tmp_path):
     (tmp_path / "scores.sqlite").write_bytes(b"nonsense" * 1000)
     with pytest.raises(UserError, match="cannot be used as the store"):
-        Store(tmp_path / "scores.sqlite", "m")
+        ScoreStore(tmp_path / "scores.sqlite", "m")

@@ -7,10 +7,9 @@ import pytest
 from stories import story, write_rows
 
 from plume.config import EvaluateConfig, UserError
-from plume.evaluate import evaluate, made
-from plume.evaluate.items import Row
-from plume.evaluate.protocols import PROTOCOLS, pair
-from plume.evaluate.tasks import TASKS, book_file, find, task_called
+from plume.evaluate import eval_tasks, evaluate
+from plume.evaluate.eval_tasks import TASKS, book_file, find_rows, find_task
+from plume.evaluate.items import PROTOCOLS, TaskRow, pair
 from plume.text import load_tokenizer
 
 GOOD = {"context": "The cat went to the house and it ate", "choices": ["milk", "hay", "bones"], "answer": 0}
@@ -115,7 +114,7 @@ def test_labels_are_looked_for_where_they_are(tmp_path):
     (tmp_path / "boolq").mkdir()
     for name in ("test", "validation"):
         write_rows(tmp_path / "boolq" / f"{name}.jsonl", [{"passage": "So.", "question": "is it", "label": -1}])
-    source = find(TASKS["boolq"], "test", tmp_path)
+    source = find_rows(TASKS["boolq"], "test", tmp_path)
     assert source.name.endswith("validation.jsonl")
     with pytest.raises(UserError, match=r"line 1: label is -1, which is neither yes nor no"):
         list(TASKS["boolq"].build(next(iter(source.rows())), PROTOCOLS["harness"]))
@@ -123,7 +122,7 @@ def test_labels_are_looked_for_where_they_are(tmp_path):
 
 def test_rows_of_another_make_are_named(trained_folder, tmp_path):
     rows = write_rows(tmp_path / "race.jsonl", [{"article": "A.", "problems": "[not python"}])
-    with pytest.raises(UserError, match=r"race.jsonl line 1: this is not what race is made of \(SyntaxError"):
+    with pytest.raises(UserError, match=r"race.jsonl line 1: row does not match the format of task race \(SyntaxError"):
         evaluate(EvaluateConfig(model=str(trained_folder), tasks=(f"race={rows}",)))
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
     with pytest.raises(UserError, match=r"latin.txt.*UnicodeDecodeError"):
@@ -148,9 +147,9 @@ def test_a_built_in_task_with_its_rows_elsewhere(trained_folder, made, tmp_path)
 def test_the_border_is_cut_as_the_protocol_says(trained_folder):
     tokenizer = load_tokenizer(trained_folder)
     context, continuation = "The cat went", "ing home"
-    before, after = pair(context, continuation, tokenizer, "apart")
+    before, after = pair(context, continuation, tokenizer, "separate")
     assert before == tokenizer.encode(context) and after == tokenizer.encode(continuation)
-    before, after = pair(context + " ", "home", tokenizer, "joined")
+    before, after = pair(context + " ", "home", tokenizer, "joint")
     assert before + after == tokenizer.encode("The cat went home") and before == tokenizer.encode("The cat went")
 
 
@@ -163,9 +162,9 @@ def test_last_word_last_token_and_filter(trained_folder, made):
     assert token.tokens == token.items <= word.tokens
     assert token.metrics["acc"].value >= word.metrics["acc"].value
     filtered = run(trained_folder, "lambada", data=made, protocol="gpt2-paper")["lambada"].first
-    assert filtered.protocol["stop_words"] and filtered.metrics["acc"].value >= word.metrics["acc"].value
-    plain = run(trained_folder, "lambada", data=made, protocol="gpt2-paper", stop_words=False)["lambada"].first
-    assert not plain.protocol["stop_words"]
+    assert filtered.protocol["stop_word_filter"] and filtered.metrics["acc"].value >= word.metrics["acc"].value
+    plain = run(trained_folder, "lambada", data=made, protocol="gpt2-paper", stop_word_filter=False)["lambada"].first
+    assert not plain.protocol["stop_word_filter"]
 
 
 def test_a_masked_model_fills_the_last_word(masked_folder, made):
@@ -178,11 +177,11 @@ def test_a_masked_model_fills_the_last_word(masked_folder, made):
 
 def test_examples_are_whole_and_fit(trained_folder, made, monkeypatch):
     """The papers' protocols leave examples out from the front until the rest fits; the harness cuts tokens."""
-    from plume.evaluate import kinds
+    from plume.evaluate import requests
 
     asked = []
-    ask = kinds.Asker.ask
-    monkeypatch.setattr(kinds.Asker, "ask", lambda self, item: asked.append(item) or ask(self, item))
+    ask = requests.RequestBuilder.ask
+    monkeypatch.setattr(requests.RequestBuilder, "ask", lambda self, item: asked.append(item) or ask(self, item))
     report = run(trained_folder, "hellaswag", data=made, protocol="gpt3-paper", shots=8, limit=4)
     assert report["hellaswag"].first.cut == 0
     starts = {item.contexts[0].split(":")[0] for item in asked}
@@ -199,11 +198,11 @@ def test_seeds_give_a_spread(trained_folder, made):
 
 
 def test_an_item_is_never_its_own_example(trained_folder, made, monkeypatch):
-    from plume.evaluate import run as running
+    from plume.evaluate import task_run as running
 
     seen = []
-    fitted = running.Run.fitted
-    monkeypatch.setattr(running.Run, "fitted", lambda self, i, e: seen.append((i.solved, e)) or fitted(self, i, e))
+    fitted = running.TaskRun.fitted
+    monkeypatch.setattr(running.TaskRun, "fitted", lambda self, i, e: seen.append((i.solved, e)) or fitted(self, i, e))
     result = run(trained_folder, "lambada", data=made, shots=5)["lambada"].first
     assert "no training split" in result.notes[0]
     assert len(seen) == 41 and all(solved not in examples and len(examples) == 5 for solved, examples in seen)
@@ -228,8 +227,8 @@ def test_normalisation_by_unconditional_probability(trained_folder, tmp_path):
 
 def test_arithmetic_is_right():
     for name in ("2d-plus", "5d-minus", "2d-times", "1d-composite"):
-        rows = list(made.sums(name))
-        assert len(rows) == 2000 and rows == list(made.sums(name))
+        rows = list(eval_tasks.sums(name))
+        assert len(rows) == 2000 and rows == list(eval_tasks.sums(name))
         for row in rows[:50]:
             sum_ = row["question"].replace("plus", "+").replace("minus", "-").replace("times", "*")
             assert eval(sum_) == int(row["answer"])
@@ -237,7 +236,7 @@ def test_arithmetic_is_right():
 
 def test_scrambled_words_keep_their_letters():
     for kind in ("cycle", "anagrams-1", "anagrams-2", "reversed", "insertion"):
-        for row in list(made.scrambles(kind))[:50]:
+        for row in list(eval_tasks.scrambles(kind))[:50]:
             letters = re.sub("[^a-z]", "", row["scrambled"])
             assert sorted(letters) == sorted(row["word"])
             if kind == "anagrams-2":
@@ -251,17 +250,17 @@ def test_made_tasks_run(trained_folder):
 
 def test_the_childrens_book_test(tmp_path):
     lines = [f"{n} Sentence {n} ." for n in range(1, 21)]
-    question = "21 `` I saw the XXXXX , '' he said .\tdog\t\tcat|dog|cow"
+    question = "21 `` I saw the XXXXX , '' he prediction .\tdog\t\tcat|dog|cow"
     file = tmp_path / "cbtest_CN_test.txt"
     file.write_text("\n".join([*lines, question]) + "\n\n")
     (row,) = book_file(file)
     (item,) = TASKS["cbt-cn"].build(row, PROTOCOLS["gpt2-paper"])
     assert item.gold == 1 and item.contexts[0].endswith('Sentence 20. "I saw the')
-    assert item.continuations[1] == ' dog," he said.'
+    assert item.continuations[1] == ' dog," he prediction.'
 
 
 def test_winograd_fully_and_partly():
-    row = Row({"text": "Ann paid Eve because she was rich.", "pronoun": "she", "pronoun_loc": 21,
+    row = TaskRow({"text": "Ann paid Eve because she was rich.", "pronoun": "she", "pronoun_loc": 21,
                "options": ["Ann", "Eve"], "label": 0}, "row 1")  # fmt: skip
     (part,) = TASKS["winograd"].build(row, PROTOCOLS["gpt2-paper"])
     (full,) = TASKS["winograd-full"].build(row, PROTOCOLS["gpt2-paper"])
@@ -286,7 +285,7 @@ def test_written_answers(trained_folder, shared, task):
 
 def test_every_task_says_what_it_needs():
     for name, task in TASKS.items():
-        assert task_called(name) is task
+        assert find_task(name) is task
         assert task.make is not None or task.hub is not None or task.files, name
 
 

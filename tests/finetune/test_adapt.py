@@ -6,21 +6,21 @@ import transformers
 from tiny import config_of, random_base, tokenizer_of
 
 from plume.config import AdaptConfig, UserError
-from plume.data.transform import ready
-from plume.heads import Model
+from plume.hf import load_model, save_model
+from plume.model.heads import Model
+from plume.tasks.token_rows import with_task_tokens
 from plume.train.adapt import (
     Freezer,
     add_lora,
     check_adapt,
     grow_table,
     keep_layers,
+    lr_scales,
     merge_lora,
     save_adapter,
     set_dropout,
-    shares,
     trainable,
 )
-from plume.weights import load_model, save_model
 
 LABELS = ("no", "yes")
 PARTS = ("q", "k", "v", "out", "up", "down")
@@ -68,7 +68,7 @@ def test_layers_open_one_by_one_from_the_top():
 
 
 def test_rates_fall_from_layer_to_layer():
-    rates = shares(model_of("gpt2"), 0.5)
+    rates = lr_scales(model_of("gpt2"), 0.5)
     assert rates["head.out.weight"] == 1.0 and rates["body.norm.weight"] == 1.0
     assert rates["body.blocks.1.attn.norm.weight"] == 0.5
     assert rates["body.blocks.0.attn.norm.weight"] == 0.25
@@ -94,13 +94,13 @@ def test_only_the_first_layers_are_transferred():
 
 def with_lora(family, folder, parts):
     """A model with LoRA whose small matrices are random, as if trained; and its base folder."""
-    tokenizer = ready(tokenizer_of(family))
+    tokenizer = with_task_tokens(tokenizer_of(family))
     base = random_base(family, folder / "base")
     torch.manual_seed(5)
     model = load_model(base, head="classify", labels=LABELS)
     fresh = grow_table(model, tokenizer.vocab_size)
     save_model(model, folder / "grown", tokenizer=tokenizer)
-    config = AdaptConfig(mode="lora", rank=3, alpha=5.0, lora_parts=parts)
+    config = AdaptConfig(mode="lora", lora_rank=3, lora_alpha=5.0, lora_modules=parts)
     add_lora(model, config, fresh)
     for name, p in model.named_parameters():
         if p.requires_grad:

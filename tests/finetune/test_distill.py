@@ -8,9 +8,16 @@ from tiny import TEXTS, config_of, random_base, tokenizer_of
 
 from plume.config import DataConfig, DistillConfig, TrainConfig, UserError
 from plume.data.batches import IGNORE
-from plume.heads import Model
-from plume.train.distill import DistillObjective, Lesson, copy_layers, distill, matched_layers, student_config
-from plume.train.objectives import TensorBatch
+from plume.model.heads import Model
+from plume.model.loss import TensorBatch
+from plume.train.distill import (
+    DistillObjective,
+    StudentWithProjection,
+    copy_layers,
+    distill,
+    matched_layers,
+    student_config,
+)
 
 TRAIN = TrainConfig(steps=3, batch=2, lr=1e-3, device="cpu", precision="float32", validation_rows=4)
 
@@ -19,7 +26,7 @@ def pair_of(family, **more):
     """A random teacher, and a random student of half its layers."""
     torch.manual_seed(0)
     head = "masked-token" if family == "bert" else "next-token"
-    config = DistillConfig(teacher="t", folder="f", train=TRAIN, start="random", **more)
+    config = DistillConfig(teacher="t", folder="f", train=TRAIN, init="random", **more)
     teacher = Model(config_of(family), head)
     student = Model(student_config(config, teacher.config), head)
     for model in (teacher, student):
@@ -62,7 +69,7 @@ def layers_and_scores(model, tokens):
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
 def test_losses_are_what_they_say(family):
     teacher, student, config = pair_of(family, temperature=3.0, attention_weight=0.7)
-    lesson, batch = Lesson(student, teacher), batch_of(teacher)
+    lesson, batch = StudentWithProjection(student, teacher), batch_of(teacher)
     objective = DistillObjective(teacher, config, student.config.layers)
     assert objective.parts == {"soft": 5.0, "hard": 2.0, "hidden": 1.0, "attention": 0.7}
     found = (objective.totals(lesson, batch) / objective.counts(batch)).tolist()
@@ -94,11 +101,11 @@ def test_losses_are_what_they_say(family):
 
 def test_a_narrower_student_is_widened_for_the_comparison():
     teacher, student, config = pair_of("gpt2", width=8)
-    lesson, batch = Lesson(student, teacher), batch_of(teacher)
-    assert lesson.widen is not None and lesson.widen.weight.shape == (16, 8)
+    lesson, batch = StudentWithProjection(student, teacher), batch_of(teacher)
+    assert lesson.project is not None and lesson.project.weight.shape == (16, 8)
     objective = DistillObjective(teacher, config, student.config.layers)
     objective.totals(lesson, batch).sum().backward()
-    assert lesson.widen.weight.grad is not None and all(p.grad is None for p in teacher.parameters())
+    assert lesson.project.weight.grad is not None and all(p.grad is None for p in teacher.parameters())
 
 
 def test_layers_are_evenly_spaced():
@@ -134,7 +141,7 @@ def test_from_texts_to_a_folder(family, tmp_path):
                 paths=(str(tmp_path / "text.txt"),),
                 folder=tmp_path / "data",
                 documents="paragraph",
-                validation_share=0.2,
+                validation_fraction=0.2,
                 workers=1,
             ),
         )
@@ -156,7 +163,7 @@ def test_from_texts_to_a_folder(family, tmp_path):
         ({"heads": 4, "attention_weight": 1.0}, "heads=2"),
         ({"drop_segments": True}, "must be a BERT"),
         ({"temperature": 0.0}, "temperature=0.0"),
-        ({"soft_weight": 0.0, "hard_weight": 0.0, "hidden_weight": 0.0}, "one must be above"),
+        ({"soft_weight": 0.0, "hard_weight": 0.0, "hidden_weight": 0.0}, "none may be negative, not all 0"),
     ],
 )
 def test_mistakes(more, message):
@@ -165,7 +172,7 @@ def test_mistakes(more, message):
 
 
 def test_a_classifier_is_no_teacher(tmp_path):
-    from plume.weights import save_model
+    from plume.hf import save_model
 
     save_model(Model(config_of("bert"), "classify", ("a", "b")), tmp_path / "t", tokenizer=tokenizer_of("bert"))
     with pytest.raises(UserError, match="a teacher predicts tokens"):

@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from cluster import as_ray_would
 from families import FAMILIES
 from matplotlib.font_manager import get_font_names
 from tiny import BAD, GOOD, random_base, tokenizer_of, write_reviews
 
 import plume
-from plume import files
 from plume.config import PRESETS, AdaptConfig, FinetuneConfig, TaskConfig, UserError
-from plume.generate.translating import finetune
-from plume.train.finetune import seeds_of
-from plume.train.labelled import Grouped, Labelled
-from plume.train.report import plot_confusion
-from plume.train.task_plan import learning_rate
+from plume.model.ragged import length_groups
+from plume.tasks.token_rows import Grouped, LabelledRows
+from plume.train.finetune import finetune, seeds_of
+from plume.train.finetune_plan import learning_rate
+from plume.train.finetune_report import plot_confusion
+from plume.util import files
 
 QUICK = {
     "epochs": 2.0,
@@ -83,7 +84,7 @@ def test_the_papers_rates_follow_the_width(preset, rate):
     """Width 768 is the papers' own; 1024 and 128 are their rates times 768 / width."""
     config = FinetuneConfig(model="any", task=TaskConfig(train="any.csv"), folder="any")
     assert learning_rate(config, PRESETS[preset])[0] == pytest.approx(rate)
-    assert learning_rate(replace(config, lr=0.5), PRESETS[preset]) == (0.5, "as asked")
+    assert learning_rate(replace(config, lr=0.5), PRESETS[preset]) == (0.5, "set by --lr")
     narrow = replace(PRESETS[preset], width=4, heads=1)
     features = replace(config, adapt=AdaptConfig(mode="features"))
     assert learning_rate(config, narrow)[0] == learning_rate(features, PRESETS[preset])[0] == 1e-3
@@ -128,8 +129,20 @@ def test_resuming_keeps_finished_seeds_and_gives_the_same(place):
     shutil.rmtree(config.folder / "seed-1")
     again = finetune(replace(config, resume=True))
     assert [s.score for s in again.seeds] == [s.score for s in whole.seeds]
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="already contains a run"):
         finetune(config)
+
+
+def test_seeds_on_a_cluster_are_those_trained_here(place, monkeypatch):
+    """Each from the config alone, which is all that a Ray worker has."""
+    here = finetune(config_for(place, "gpt2", "here", reviews(place), epochs=1.0, seeds=2))
+    monkeypatch.setattr("plume.train.finetune.run_on_ray", as_ray_would)
+    there = finetune(config_for(place, "gpt2", "there", reviews(place), epochs=1.0, seeds=2, backend="ray"))
+    assert [s.metrics for s in there.seeds] == [s.metrics for s in here.seeds]
+    files = [
+        [(r.folder / f"seed-{s}" / "model" / "model.safetensors").read_bytes() for s in (0, 1)] for r in (here, there)
+    ]
+    assert files[0] == files[1] and files[0][0] != files[0][1]
 
 
 def test_small_sets_are_run_with_several_seeds(place):
@@ -156,7 +169,7 @@ def test_choosing(place):
     path.write_text("\n".join(json.dumps({**item, "question": f"q{i}"}) for i, item in enumerate(items)))
     result = finetune(config_for(place, "bert", "choices", {"train": str(path)}))
     choice = plume.load(result.folder).choose("a fine film", ["a dull film", "a fine film"], question="q1")
-    assert choice.text == ["a dull film", "a fine film"][choice.place]
+    assert choice.text == ["a dull film", "a fine film"][choice.index]
     model = transformers.AutoModelForMultipleChoice.from_pretrained(result.model).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(result.model)
     given = tokenizer(["a fine film q1"] * 2, ["a dull film", "a fine film"], return_tensors="pt", padding=True)
@@ -184,7 +197,7 @@ def test_tagging(place, family):
     model = transformers.AutoModelForTokenClassification.from_pretrained(result.model).eval()
     tokenizer = tokenizer_of(family) if family == "bert" else plume.load(result.folder).tokenizer
     pieces = [tokenizer.encode(w if i == 0 else f" {w}") for i, w in enumerate(["Mary", "lives", "in", "Paris"])]
-    ids, _ = tokenizer.wrap([p for piece in pieces for p in piece])
+    ids, _ = tokenizer.add_special_tokens([p for piece in pieces for p in piece])
     with torch.no_grad():
         best = model(torch.tensor([ids])).logits[0].argmax(dim=1)
     places = np.cumsum([1, *[len(piece) for piece in pieces[:-1]]])
@@ -274,11 +287,11 @@ def test_embeddings_of_pairs_with_numbers(place):
 
 
 def test_a_context_of_nothing_has_no_answer():
-    from plume.data.transform import Row, Window
-    from plume.train.span_job import IMPOSSIBLE, best_span
+    from plume.tasks.span import Window, best_span
+    from plume.tasks.token_rows import IMPOSSIBLE, TokenRow
 
     none = np.zeros(0, np.int64)
-    window = Window(Row(none, none), 3, none, none, np.zeros(0, bool))
+    window = Window(TokenRow(none, none), 3, none, none, np.zeros(0, bool))
     found = best_span(np.zeros((4, 2), np.float32), window, "\u200b", 30)
     assert (found.text, found.score) == ("", IMPOSSIBLE)
 
@@ -286,7 +299,7 @@ def test_a_context_of_nothing_has_no_answer():
 @pytest.mark.parametrize(
     "adapt",
     [
-        AdaptConfig(mode="lora", rank=2),
+        AdaptConfig(mode="lora", lora_rank=2),
         AdaptConfig(mode="features"),
         AdaptConfig(freeze_layers=1, layer_decay=0.8),
         AdaptConfig(unfreeze_every=2),
@@ -312,10 +325,10 @@ def test_every_way_to_adapt_runs(place, adapt, request):
     [
         ("marian", {}, {}, "a classify task needs a GPT or a BERT"),
         (
-            "gpt2",
-            {"kind": "translate", "columns": {"source": "review", "target": "sentiment"}},
+            "bert",
+            {"kind": "generate", "columns": {"source": "review", "target": "sentiment"}},
             {},
-            "an encoder-decoder",
+            "an encoder-decoder or a GPT",
         ),
         ("bert", {}, {"auxiliary_weight": 0.5}, "auxiliary_weight=0.5.*auxiliary_weight=0 works"),
         ("gpt2", {"length": 9999}, {}, "task.length=9999 is longer than the model's context of 32"),
@@ -351,11 +364,11 @@ def test_test_rows_without_labels_are_predicted(place):
 
 
 def many_rows(count):
-    from plume.data.transform import Row
+    from plume.tasks.token_rows import TokenRow
 
     draw = np.random.default_rng(0)
     rows = [np.full(int(n), i) for i, n in enumerate(draw.integers(3, 40, count))]
-    return Labelled([[Row(r, np.zeros_like(r))] for r in rows], np.arange(count))
+    return LabelledRows([[TokenRow(r, np.zeros_like(r))] for r in rows], np.arange(count))
 
 
 def test_an_epoch_visits_every_item_once_and_batches_are_a_function_of_the_step():
@@ -377,9 +390,22 @@ def test_no_batch_is_much_smaller_than_the_others():
         assert sum(sizes) == count and min(sizes) >= min(count, size) // 2 and max(sizes) <= size
 
 
-def test_like_lengths_stand_together():
+def padding(data, groups):
+    return 1 - data.real_tokens / sum(int(data.lengths[g].max()) * len(g) for g in groups)
+
+
+def test_batches_of_labelled_rows_hold_every_length_and_little_padding_is_computed():
+    """Batches of one length hold one label where the length tells the label: each is then a biased sample."""
     data = many_rows(4000)
-    assert Grouped(data, 32, seed=0).padding() < 0.05
-    order = np.random.default_rng(0).permutation(4000).reshape(-1, 32)
-    padded = sum(int(data.lengths[b].max()) * 32 for b in order)
-    assert 1 - data.real_tokens / padded > 0.3  # what one would waste without
+    for count in (96, 4000):
+        few = many_rows(count)
+        batches = Grouped(few, 32, seed=0)
+        means = [few.lengths[batches.numbers(step)].mean() for step in range(batches.steps)]
+        assert np.std(means) < 3 * few.lengths.std() / np.sqrt(32)  # as of batches that are drawn at random
+    plan = [batches.numbers(step) for step in range(batches.steps)]
+    cut = [numbers[g] for numbers in plan for g in length_groups(data.lengths[numbers], 16)]
+    assert padding(data, plan) > 0.4 and padding(data, cut) < 0.1
+    assert sorted(np.concatenate(cut)) == list(range(4000))
+    data.mixed = False  # texts without labels
+    batches = Grouped(data, 32, seed=0)
+    assert padding(data, [batches.numbers(step) for step in range(batches.steps)]) < 0.15

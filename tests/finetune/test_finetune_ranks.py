@@ -8,7 +8,7 @@ import sys
 import pytest
 from tiny import TEXTS, random_base
 
-from plume.weights import load_model
+from plume.hf import load_model
 
 pytestmark = pytest.mark.slow
 
@@ -20,6 +20,7 @@ def two_ranks(folder, *words):
         [*launch, *words], cwd=folder, capture_output=True, text=True, timeout=280, env=environment, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def test_layers_that_rest_and_a_last_batch_of_one_row(tmp_path):
@@ -28,11 +29,12 @@ def test_layers_that_rest_and_a_last_batch_of_one_row(tmp_path):
     lines = [f"text number {n} {'fine' if n % 2 else 'dull'},{'good' if n % 2 else 'bad'}" for n in range(65)]
     for name in ("train", "later"):
         (tmp_path / f"{name}.csv").write_text("text,label\n" + "\n".join(lines) + "\n")
-    two_ranks(
+    shown = two_ranks(
         tmp_path, "finetune", "base", "--task.train", "train.csv", "--task.validation", "later.csv", "--folder", "run",
         "--adapt.unfreeze-every", "1", "--epochs", "2", "--seeds", "1", "--device", "cpu", "--precision", "float32",
     )  # fmt: skip
     assert json.loads((tmp_path / "run" / "results.json").read_text())["seeds"][0]["seed"] == 0
+    assert shown.count("wrote ") == shown.count("use it in Python") == 1  # one rank speaks for all
 
 
 def test_a_head_that_is_not_asked(tmp_path):
@@ -50,9 +52,10 @@ def test_a_head_that_is_not_asked(tmp_path):
 def test_a_student_whose_weights_are_shared(strategy, tmp_path):
     random_base("gpt2", tmp_path / "teacher")
     (tmp_path / "text.txt").write_text("\n\n".join(TEXTS * 40))
-    two_ranks(
+    shown = two_ranks(
         tmp_path, "distill", "teacher", "--folder", "run", "--data.paths", '["text.txt"]', "--data.folder", "data",
-        "--data.validation-share", "0.2", "--data.workers", "1", "--train.steps", "3", "--train.batch", "4",
+        "--data.validation-fraction", "0.2", "--data.workers", "1", "--train.steps", "3", "--train.batch", "4",
         "--train.strategy", strategy, "--train.device", "cpu", "--train.precision", "float32",
     )  # fmt: skip
     assert load_model(tmp_path / "run" / "model").config.layers == 1
+    assert shown.count("student") == 1, shown

@@ -5,16 +5,23 @@ import torch
 import torch.nn.functional as F
 from tiny import config_of, tokenizer_of
 
-from plume.data.examples import Example
-from plume.data.transform import ready
-from plume.heads import Model
+from plume.model import ragged
+from plume.model.heads import Model
+from plume.tasks import kind_named
+from plume.tasks.schema import Example, TaskSettings
+from plume.tasks.task_kind import TaskOptions
+from plume.tasks.token_rows import with_task_tokens
 from plume.train.adapt import grow_table
-from plume.train.jobs import ChooseJob, EmbedJob, JobSettings, LabelJob, TagJob
-from plume.train.span_job import SpanJob
-from plume.train.task_loss import TaskObjective
+from plume.train.finetune import TaskObjective
 
 CAUSAL = ("gpt2", "openai-gpt")
 CLOSE = {"atol": 2e-5, "rtol": 2e-4}
+
+
+@pytest.fixture(autouse=True)
+def groups(monkeypatch):
+    """Rows of these few short texts are computed in several groups of like length."""
+    monkeypatch.setattr(ragged, "WASTE", 2)
 
 
 def model_for(family, head, labels=()):
@@ -22,7 +29,7 @@ def model_for(family, head, labels=()):
     model = Model(config_of(family), head, labels)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    tokenizer = ready(tokenizer_of(family))
+    tokenizer = with_task_tokens(tokenizer_of(family))
     fresh = grow_table(model, tokenizer.vocab_size)
     assert fresh == (3 if family in CAUSAL else 0)
     return model.train(), tokenizer  # dropout is 0 everywhere in these
@@ -89,8 +96,9 @@ def check(model, job, examples, expected, auxiliary, parts=1):
             torch.testing.assert_close(dict(model.named_parameters())[name].grad, gradient, **CLOSE)
 
 
-def settings(kind, family, **more):
-    return JobSettings(kind=kind, length=config_of(family).context, **more)
+def task(kind, family, tokenizer, *, options=None, **more):
+    settings = TaskSettings(kind=kind, length=config_of(family).context, **more)
+    return kind_named(kind)(settings, tokenizer, causal=family in CAUSAL, options=options)
 
 
 TEXTS = [("a fine film", "yes"), ("what a bore, truly awful and cold", "no"), ("lovely", "yes")]
@@ -101,7 +109,7 @@ PAIRS = [("a fine film", "what a joy", "yes"), ("cold and empty and dull", "warm
 @pytest.mark.parametrize("family", CAUSAL)
 def test_classification(family, auxiliary):
     model, tokenizer = model_for(family, "classify", ("no", "yes"))
-    job = LabelJob(settings("classify", family, labels=("no", "yes")), tokenizer, causal=True)
+    job = task("classify", family, tokenizer, labels=("no", "yes"))
 
     def expected():
         total = 0.0
@@ -121,7 +129,7 @@ def test_entailment_reads_both_texts_in_one_row(family):
     model, tokenizer = model_for(family, "classify", ("no", "yes"))
     causal = family in CAUSAL
     auxiliary = 0.5 if causal else 0.0
-    job = LabelJob(settings("pair", family, labels=("no", "yes")), tokenizer, causal=causal)
+    job = task("pair", family, tokenizer, labels=("no", "yes"))
 
     def expected():
         total = 0.0
@@ -142,7 +150,7 @@ def test_entailment_reads_both_texts_in_one_row(family):
 def test_similarity_adds_both_orders(target, auxiliary):
     labels = ("no", "yes") if target == "label" else ("score",)
     model, tokenizer = model_for("gpt2", "similarity", labels)
-    job = LabelJob(settings("similarity", "gpt2", labels=labels, target=target), tokenizer, causal=True)
+    job = task("similarity", "gpt2", tokenizer, labels=labels, target=target)
 
     def expected():
         total = 0.0
@@ -166,7 +174,7 @@ def test_similarity_adds_both_orders(target, auxiliary):
 def test_choice_is_a_softmax_over_candidates(family):
     model, tokenizer = model_for(family, "choose")
     causal = family in CAUSAL
-    job = ChooseJob(settings("choose", family), tokenizer, causal=causal)
+    job = task("choose", family, tokenizer)
     items = [
         ("a fine film", "was it dull?", ["yes", "no way", "truly great fun"], 1),
         ("cold", None, ["warm", "and empty"], 1),
@@ -196,14 +204,14 @@ def test_choice_is_a_softmax_over_candidates(family):
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_tags_are_read_off_the_first_piece_of_each_word(family):
     model, tokenizer = model_for(family, "tag", ("O", "B"))
-    job = TagJob(settings("tag", family, labels=("O", "B")), tokenizer, causal=family in CAUSAL)
+    job = task("tag", family, tokenizer, labels=("O", "B"))
     sentences = [(["Mary", "lives", "here"], ["B", "O", "O"]), (["Parisians"], ["B"])]
 
     def expected():
         total, words = 0.0, 0
         for sentence, tags in sentences:
             pieces = [tokenizer.encode(w if i == 0 else f" {w}") for i, w in enumerate(sentence)]
-            ids, segments = tokenizer.wrap([p for piece in pieces for p in piece])
+            ids, segments = tokenizer.add_special_tokens([p for piece in pieces for p in piece])
             hidden = states(model, ids, segments)
             place = 1
             for piece, tag in zip(pieces, tags, strict=True):
@@ -217,7 +225,7 @@ def test_tags_are_read_off_the_first_piece_of_each_word(family):
 
 def test_spans_are_the_mean_of_start_and_end():
     model, tokenizer = model_for("bert", "span")
-    job = SpanJob(settings("span", "bert", question_length=8), tokenizer, causal=False)
+    job = task("span", "bert", tokenizer, question_length=8)
     items = [
         ("who lives there?", "Mary Smith lives in Paris", (0, "Mary Smith")),
         ("what?", "a fine film", (2, "fine")),
@@ -247,7 +255,7 @@ def test_spans_are_the_mean_of_start_and_end():
 
 def test_embeddings_contrast_with_the_rest_of_the_batch():
     model, tokenizer = model_for("bert", "bare")
-    job = EmbedJob(settings("embed", "bert"), tokenizer, causal=False, temperature=0.1)
+    job = task("embed", "bert", tokenizer, options=TaskOptions(temperature=0.1))
 
     def vector(text):
         ids, segments = wrapped(tokenizer, text)
@@ -267,7 +275,7 @@ def test_embeddings_contrast_with_the_rest_of_the_batch():
 
 def test_embeddings_fit_given_similarities():
     model, tokenizer = model_for("bert", "bare")
-    job = EmbedJob(settings("embed", "bert", target="number"), tokenizer, causal=False)
+    job = task("embed", "bert", tokenizer, target="number")
     wanted = [5.0, 1.0, 2.5]  # STS-B's scale ends at 5, a cosine at 1
 
     def expected():
@@ -283,9 +291,7 @@ def test_embeddings_fit_given_similarities():
 
 def test_class_weights_are_torch_s():
     model, tokenizer = model_for("bert", "classify", ("no", "yes"))
-    job = LabelJob(
-        settings("classify", "bert", labels=("no", "yes")), tokenizer, causal=False, class_weights=[3.0, 0.75]
-    )
+    job = task("classify", "bert", tokenizer, labels=("no", "yes"), options=TaskOptions(class_weights=(3.0, 0.75)))
 
     def expected():
         rows = [states(model, *wrapped(tokenizer, text)) for text, _ in TEXTS]

@@ -10,7 +10,7 @@ import sklearn.metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plume.train import metrics
+from plume.tasks import metrics
 
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
 
@@ -19,7 +19,7 @@ TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
 @given(st.integers(2, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=60))
 def test_labels_equal_scikit_learn(count, pairs):
     right, given_ = [a % count for a, _ in pairs], [b % count for _, b in pairs]
-    metric = metrics.Labels([str(i) for i in range(count)])
+    metric = metrics.ClassificationMetric([str(i) for i in range(count)])
     for a, b in zip(right, given_, strict=True):
         metric.add(a, b)
     found = metric.results()
@@ -39,7 +39,7 @@ def test_numbers_equal_scipy():
     draw = np.random.default_rng(0)
     right = draw.integers(0, 6, 100).astype(float)  # with ties
     given_ = right + draw.normal(size=100).round(1)
-    metric = metrics.Numbers()
+    metric = metrics.RegressionMetric()
     for a, b in zip(right, given_, strict=True):
         metric.add(a, b)
     found = metric.results()
@@ -55,7 +55,7 @@ def test_entities_equal_seqeval(sentences):
 
     right = [[a for a, _ in s] for s in sentences]
     given_ = [[b for _, b in s] for s in sentences]
-    metric = metrics.Entities()
+    metric = metrics.EntityMetric()
     for a, b in zip(right, given_, strict=True):
         metric.add(a, b)
     found = metric.results()
@@ -80,7 +80,7 @@ def test_entities_of_other_schemes_are_seqevals(tags):
 
 
 def test_squad_rules():
-    metric = metrics.Answers()
+    metric = metrics.AnswerMetric()
     metric.add(["the Denver Broncos", "Broncos"], "Denver Broncos!")
     metric.add([], "")
     metric.add(["Santa Clara, California"], "California")
@@ -89,16 +89,41 @@ def test_squad_rules():
     assert found["f1"] == pytest.approx((1 + 1 + 2 * 1 / (3 + 1)) / 3)
 
 
+def test_fine_tuning_and_evaluation_share_one_scale():
+    answers, texts = ["the cat sat on the mat", "a dog runs"], ["the cat sat on a mat", "a dog runs away"]
+    metric = metrics.GenerationMetric()
+    for answer, text in zip(answers, texts, strict=True):
+        metric.add(answer, text)
+    each = [metrics.rouge(text, [answer]) for answer, text in zip(answers, texts, strict=True)]
+    assert metric.results()["rougeL"] == pytest.approx(sum(e["rougeL"] for e in each) / 2)
+    assert 0 < metric.results()["rougeL"] <= 1 < metric.results()["bleu"] <= 100
+    gold, predicted = [0, 1, 1, 0, 1, 1], [0, 1, 0, 0, 1, 0]
+    labels = metrics.ClassificationMetric(["no", "yes"])
+    for a, b in zip(gold, predicted, strict=True):
+        labels.add(a, b)
+    assert labels.results()["matthews"] == metrics.matthews_metric(gold, predicted).value
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_error_of_matthews_is_a_jackknife():
+    draw = np.random.default_rng(5)
+    gold, predicted = draw.integers(0, 2, 30), draw.integers(0, 2, 30)
+    keep = ~np.eye(30, dtype=bool)
+    values = [sklearn.metrics.matthews_corrcoef(gold[k], predicted[k]) for k in keep]
+    expected = np.sqrt(29 / 30 * ((values - np.mean(values)) ** 2).sum())
+    assert metrics.matthews_metric(gold.tolist(), predicted.tolist()).stderr == pytest.approx(expected)
+
+
 def test_texts_equal_the_libraries():
     import sacrebleu
 
     right, given_ = ["the cat sat on the mat", "a dog runs"], ["the cat sat on a mat", "a dog runs away"]
-    metric = metrics.Texts()
+    metric = metrics.GenerationMetric()
     for a, b in zip(right, given_, strict=True):
         metric.add(a, b)
     found = metric.results()
     assert found["bleu"] == pytest.approx(sacrebleu.corpus_bleu(given_, [right]).score)
-    assert found["rouge1"] == pytest.approx(100 * (10 / 12 + 6 / 7) / 2)  # shared words of both sides
+    assert found["rouge1"] == pytest.approx((10 / 12 + 6 / 7) / 2)  # shared words of both sides
 
 
 @pytest.mark.parametrize("name", ["accuracy", "f1", "matthews"])

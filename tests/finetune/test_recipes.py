@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tiny import random_base, write_reviews
 
-from plume.cli import main
+from plume.cli.main import main
 from plume.config import DistillConfig, FinetuneConfig, build, read_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -27,8 +27,8 @@ def test_the_command_line_fine_tunes(tmp_path, capsys):
     recipe.write_text(f'model = "{base}"\nfolder = "{tmp_path / "run"}"\nseeds = 1\n[task]\ntrain = "{rows}"\n')
     assert main(["finetune", str(recipe), "--epochs=1", "--batch=8", "--device", "cpu", "--precision", "float32"]) == 0
     said = capsys.readouterr().out
-    assert "validation accuracy: median" in said and "text = 'review' (guessed)" in said
+    assert "validation accuracy:" in said and "text = 'review' (guessed)" in said
     assert main(["finetune", str(recipe)]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already contains a run" in capsys.readouterr().err
     assert main(["finetune", str(recipe), "--task.colums.text", "x"]) == 2
     assert "did you mean task.columns" in capsys.readouterr().err

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plume.config import TaskConfig, UserError
-from plume.data.examples import Example
-from plume.data.tasks import load_task, split
-from plume.data.transform import Transform, parse, ready, shares
+from plume.tasks.schema import Example
+from plume.tasks.task_data import load_task, split
+from plume.tasks.token_rows import Template, parse, shares, with_task_tokens
 
 
 def rows(path, header, *lines):
@@ -36,6 +36,16 @@ def test_a_csv_with_columns_of_other_names(tmp_path):
 def test_columns_that_only_their_content_tells(tmp_path):
     path = rows(tmp_path / "a.csv", "x,y", *[f"{n % 2},some words here {n}" for n in range(20)])
     assert load_task(TaskConfig(train=path)).columns == {"text": "y", "label": "x"}
+
+
+def test_a_constant_column_is_never_guessed_as_the_label(tmp_path):
+    """CoLA's files: source, label, a star or nothing, sentence, and no header."""
+    lines = [f"gj04\t{n % 2}\t{'*' if n % 2 else ''}\tsentence number {n} of some" for n in range(50)]
+    (tmp_path / "a.tsv").write_text("\n".join(["origin\tacceptable\tstar\tsaid", *lines]))
+    assert load_task(TaskConfig(train=str(tmp_path / "a.tsv"))).columns == {"text": "said", "label": "acceptable"}
+    (tmp_path / "b.tsv").write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"--task\.header column1 label column3 text"):
+        load_task(TaskConfig(train=str(tmp_path / "b.tsv")))
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "gb18030"])
@@ -70,7 +80,7 @@ def test_what_is_wrong_with_a_csv_is_said_with_its_remedy(tmp_path):
     assert load_task(TaskConfig(train=str(tmp_path / "latin.csv"), encoding="latin-1")).labels == ("gut", "übel")
     with pytest.raises(UserError, match="encoding='utf-9' is not known"):
         TaskConfig(train="any.csv", encoding="utf-9")
-    with pytest.raises(UserError, match=r"'übel' stands among the labels too.*--task.header text label"):
+    with pytest.raises(UserError, match=r"'übel' is a label in later rows too.*--task.header text label"):
         load_task(TaskConfig(train=rows(tmp_path / "bare.csv", *lines)))
     assert len(load_task(TaskConfig(train=str(tmp_path / "bare.csv"), header=("text", "label"))).train) == 18
     with pytest.raises(UserError, match=r"another column than 'b': --task.columns.label NAME"):
@@ -142,7 +152,7 @@ def test_aligned_files(tmp_path):
     (tmp_path / "a.de").write_text("eins\nzwei\n")
     both = {"train": str(tmp_path / "a.en"), "targets": str(tmp_path / "a.de")}
     data = load_task(TaskConfig(**both, validation=both["train"], validation_targets=both["targets"]))
-    assert data.kind == "translate" and data.train[1].label == "zwei"
+    assert data.kind == "generate" and data.train[1].label == "zwei"
 
 
 @pytest.mark.parametrize(
@@ -169,8 +179,8 @@ def test_the_real_squad(shared):
     ("lines", "settings", "message"),
     [
         (["fine,good", ",bad"], {}, r"line 3: the text in 'text' is empty.*skip_bad_rows"),
-        (["fine,good", "dull,"], {}, "line 3: no label"),
-        (["fine,good", "dull,good"], {}, "one class only: a second label is needed"),
+        (["fine,", "dull,"], {}, r"holds no usable row \(2 rows: no label\)"),
+        (["fine,good", "dull,good"], {}, "a classifier needs at least two labels"),
         (["fine,1.5", "dull,nan"], {"target": "number"}, "line 3: the target 'nan' is not a number"),
         (["fine,1.5", "dull,great"], {"target": "number"}, "the target 'great' is not a number"),
         (["fine,good", "dull,bad"], {"columns": {"text": "body"}}, "no column for columns.text='body'; it has 'text'"),
@@ -210,7 +220,7 @@ def test_answers_of_a_span_in_every_form(tmp_path):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert load_task(TaskConfig(kind="span", train=str(path))).train[0].label == [(13, "Paris")]
     path.write_text(json.dumps({"context": context, "question": "Where?", "answers": [5]}) + "\n")
-    with pytest.raises(UserError, match="line 1: the answer 5 is neither a text nor a place"):
+    with pytest.raises(UserError, match="line 1: the answer 5 is neither a text nor a start"):
         load_task(TaskConfig(kind="span", train=str(path)))
 
 
@@ -229,7 +239,7 @@ def test_packed_files_are_read_as_plain_ones(tmp_path):
     conll.write_bytes(gzip.compress(b"Ann B-PER\nsings O\n\nBob B-PER\n\nCid B-PER\nsits O\n"))
     assert load_task(TaskConfig(train=str(conll))).kind == "tag"
     answers = [{"answer_start": 0, "text": "Ann"}]
-    questions = [{"id": str(n), "question": "Who?", "answers": answers} for n in range(4)]
+    questions = [{"id": str(n), "question": f"Who? {n}", "answers": answers} for n in range(4)]
     squad = {"data": [{"paragraphs": [{"context": "Ann", "qas": questions}]}]}
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(json.dumps(squad).encode()))
@@ -239,17 +249,15 @@ def test_packed_files_are_read_as_plain_ones(tmp_path):
 def test_a_label_never_seen_in_training(tmp_path):
     train = rows(tmp_path / "a.csv", "text,label", *["fine,good", "dull,bad"] * 3)
     other = rows(tmp_path / "b.csv", "text,label", "fine,good", "so so,middling")
-    with pytest.raises(
-        UserError, match=r"b\.csv line 3: the label 'middling' was never seen in training; known: bad, good"
-    ):
+    with pytest.raises(UserError, match=r"b\.csv line 3: the label 'middling' is in no training row; known: bad, good"):
         load_task(TaskConfig(train=train, validation=other))
 
 
-def test_bad_rows_can_be_left_out_and_are_counted(tmp_path):
+def test_bad_rows_can_be_skipped_and_are_counted(tmp_path):
     path = rows(tmp_path / "a.csv", "text,label", *[f"fine {n},good\ndull {n},bad" for n in range(5)], ",bad", "lost,")
     data = load_task(TaskConfig(train=path, skip_bad_rows=True))
     assert len(data.train) + len(data.validation) == 10
-    assert sum(data.left_out.counts.values()) == 2
+    assert sum(data.skipped.counts.values()) == 2
 
 
 def test_unequal_aligned_files(tmp_path):
@@ -289,20 +297,20 @@ def test_the_longest_text_is_cut_first(lengths, limit):
 def test_a_long_example_keeps_its_marks_and_is_counted():
     from tiny import tokenizer_of
 
-    tokenizer = ready(tokenizer_of("gpt2"))
-    transform = Transform(tokenizer, "pair", length=16, causal=True)
+    tokenizer = with_task_tokens(tokenizer_of("gpt2"))
+    transform = Template(tokenizer, ("{text} | {pair}",), length=16)
     (row,) = transform.rows([Example({"text": "what a bore " * 20, "pair": "fun"}, None, "")])[0]
     s = tokenizer.special_ids
     assert len(row.tokens) == 16 and row.tokens[0] == s["_start_"] and row.tokens[-1] == s["_classify_"]
     assert tokenizer.encode("fun") == row.tokens.tolist()[-1 - len(tokenizer.encode("fun")) : -1]
-    assert transform.cut.rows == 1 and transform.cut.longest > 16
+    assert transform.truncation.rows == 1 and transform.truncation.longest > 16
 
 
 def test_a_template_is_data():
     from tiny import tokenizer_of
 
-    tokenizer = ready(tokenizer_of("gpt2"))
-    transform = Transform(tokenizer, "pair", length=32, causal=True, template=("say: {text} | {pair}",))
+    tokenizer = with_task_tokens(tokenizer_of("gpt2"))
+    transform = Template(tokenizer, ("say: {text} | {pair}",), length=32)
     (row,) = transform.rows([Example({"text": "yes", "pair": "no"}, None, "")])[0]
     s = tokenizer.special_ids
     said = [*tokenizer.encode("say:"), *tokenizer.encode(" yes")]
@@ -318,6 +326,6 @@ def test_broken_templates(template):
 def test_a_template_with_an_unknown_field():
     from tiny import tokenizer_of
 
-    transform = Transform(ready(tokenizer_of("gpt2")), "classify", length=32, causal=True, template=("{txt}",))
+    transform = Template(with_task_tokens(tokenizer_of("gpt2")), ("{txt}",), length=32)
     with pytest.raises(UserError, match="did you mean 'text'"):
         transform.rows([Example({"text": "yes"}, None, "")])

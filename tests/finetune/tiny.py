@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from plume.config import PRESETS, ModelConfig, TokenizerConfig
-from plume.heads import Model
+from plume.hf import save_model
+from plume.model.heads import Model
 from plume.text import Tokenizer
-from plume.text.training import train_tokenizer
-from plume.weights import save_model
+from plume.text.tokenizer_training import train_tokenizer
 
 GOOD = ["a fine film", "what a joy", "lovely and warm", "truly great fun", "fine fine work"]
 BAD = ["a dull film", "what a bore", "cold and empty", "truly awful mess", "dull dull work"]
@@ -29,7 +29,7 @@ SMALL = {"context": 32, "layers": 2, "heads": 2, "width": 16, "dropout": 0.0}
 @cache
 def tokenizer_of(family: str) -> Tokenizer:
     layout = {"gpt2": "gpt2", "openai-gpt": "gpt1", "bert": "bert", "roberta": "roberta", "marian": "gpt2"}[family]
-    config = TokenizerConfig(kind=KINDS[family], vocab_size=330, specials=layout)
+    config = TokenizerConfig(kind=KINDS[family], vocab_size=330, special_tokens=layout)
     return train_tokenizer(config, TEXTS * 3)
 
 

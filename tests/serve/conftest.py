@@ -1,6 +1,7 @@
 """Tiny models with real tokenizers, and a real server on loopback."""
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,32 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from running import Running, run_server
+from running import Running, run_server, tiny
 from visit import CHROMIUM, EVIL, FLAGS, Visit
 
-from plume.config import PRESETS, EngineConfig, ServeConfig, TokenizerConfig
-from plume.heads import Model
-from plume.text import train_tokenizer
-from plume.train.runs import write_recipe
-from plume.weights import save_model
-
-TEXTS = [
-    "The robot must obey the orders given it by human beings because it was made to serve.",
-    "A robot may not injure a human being or, through inaction, allow a human being to come to harm.",
-    "Once upon a time there was a little girl named Lily. She lived in a small house near the wood.",
-    "你好，世界。机器人必须服从人类的命令。 </script> <b>bold</b> \U0001f916 \U0001f600",
-] * 4
-SMALL = {"layers": 2, "heads": 4, "width": 32, "context": 64, "dropout": 0.0}
-
-
-def tiny(preset: str, head: str, folder: Path, tokenizer: TokenizerConfig, *, labels: tuple[str, ...] = ()) -> Path:
-    trained = train_tokenizer(tokenizer, TEXTS)
-    torch.manual_seed(0)
-    model = Model(replace(PRESETS[preset], vocab_size=trained.vocab_size, **SMALL), head, labels).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return save_model(model, folder, tokenizer=trained)
+from plume.config import EngineConfig, ServeConfig, TokenizerConfig
+from plume.text import load_tokenizer
+from plume.util.run_folder import write_recipe
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +74,19 @@ def client(server: Running) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(scope="session")
+def endless(models) -> dict:
+    """A request that goes on for long: the end token is forbidden, and the window slides."""
+    end = load_tokenizer(models["gpt"]).end
+    return {
+        "model": "gpt",
+        "prompt": "The robot",
+        "max_tokens": 4000,
+        "overflow": "slide",
+        "logit_bias": {str(end): -1000},
+    }
+
+
 # ---- the page
 
 
@@ -105,6 +99,15 @@ def browser() -> Iterator[Any]:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def axe() -> str:
+    """The source of axe-core, which checks a page's accessibility."""
+    file = Path(sys.prefix) / "node_modules" / "axe-core" / "axe.min.js"
+    if not file.is_file():
+        pytest.skip("needs axe-core: npm install --prefix .venv axe-core@4")
+    return file.read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

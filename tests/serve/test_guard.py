@@ -8,51 +8,24 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import httpx
 import pytest
-from running import run_server
+from running import serving
 
-from plume.cli import settings
-from plume.config import ServeConfig, UserError
-from plume.serve import guard, new_key
-from plume.serve.guard import Limiter
-from plume.serve.models import named
-from plume.text import load_tokenizer
+from plume.cli.verbs import settings
+from plume.config import ExploreConfig, ServeConfig, UserError
+from plume.serve import new_key
+from plume.serve.middleware import RateLimiter
+from plume.serve.served_models import named
 
 ASK = {"model": "gpt", "prompt": "The robot", "max_tokens": 4}
-
-
-@contextmanager
-def serving(config, **fields):
-    running = run_server(replace(config, **fields))
-    site = next(running)
-    try:
-        with httpx.Client(base_url=site.url, timeout=30) as client:
-            yield site, client
-    finally:
-        with pytest.raises(StopIteration):
-            next(running)
 
 
 @pytest.fixture(scope="module")
 def small(serve_config, models) -> ServeConfig:
     return replace(serve_config, models=(str(models["gpt"]),), runs=None)
-
-
-@pytest.fixture(scope="module")
-def endless(models) -> dict:
-    """A request that goes on for long: the end token is forbidden, and the window slides."""
-    end = load_tokenizer(models["gpt"]).end
-    return {
-        "model": "gpt",
-        "prompt": "The robot",
-        "max_tokens": 4000,
-        "overflow": "slide",
-        "logit_bias": {str(end): -1000},
-    }
 
 
 def test_keys_are_needed_and_compared_by_hash(small):
@@ -85,7 +58,12 @@ def test_a_server_open_to_others_needs_keys():
 
 @pytest.mark.parametrize(
     ("fields", "word"),
-    [({"port": 70_000}, "port"), ({"batch": 0}, "batch"), ({"timeout": 0}, "timeout"), ({"rate": -1}, "rate")],
+    [
+        ({"port": 70_000}, "port"),
+        ({"batch": 0}, "batch"),
+        ({"timeout": 0}, "timeout"),
+        ({"rate_limit": -1}, "rate_limit"),
+    ],
 )
 def test_settings_are_checked(fields, word):
     with pytest.raises(UserError, match=word):
@@ -101,7 +79,7 @@ def test_models_get_names(tmp_path):
     }
     with pytest.raises(UserError, match="two models"):
         named(("x/demo", "demo=y", "demo=z"))
-    with pytest.raises(UserError, match="no model"):
+    with pytest.raises(UserError, match="no model given"):
         named(())
     (tmp_path / "lr=3e-4").mkdir()
     assert named((str(tmp_path / "lr=3e-4"), f"x={tmp_path}/lr=3e-4")) == {
@@ -111,7 +89,7 @@ def test_models_get_names(tmp_path):
 
 
 def test_a_rate_is_kept_by_client():
-    limiter = Limiter(60)
+    limiter = RateLimiter(60)
     assert [limiter.take("a", 0.0) for _ in range(10)] == [0.0] * 10
     assert limiter.take("a", 0.0) == pytest.approx(1.0)
     assert limiter.take("b", 0.0) == 0.0
@@ -119,12 +97,19 @@ def test_a_rate_is_kept_by_client():
 
 
 def test_too_many_requests_are_told_to_come_again(small):
-    with serving(small, rate=6.0) as (_, client):
+    with serving(small, rate_limit=6.0) as (_, client):
         answers = [client.get("/v1/models") for _ in range(4)]
         assert answers[0].status_code == 200 and answers[-1].status_code == 429
         assert 1 <= int(answers[-1].headers["retry-after"]) <= 11
         assert answers[-1].json()["error"]["type"] == "rate_limit_error"
         assert client.get("/healthz").status_code == 200
+
+
+def test_the_engine_has_run_before_the_server_is_ready(small):
+    """A first run may compile for a minute; no request should wait for that."""
+    with serving(small) as (site, client):
+        assert client.get("/readyz").status_code == 200
+        assert any(site.app.state.models._open["gpt"].scheduler.batcher.read)
 
 
 def test_a_full_queue_answers_429_and_recovers(small, endless):
@@ -136,11 +121,11 @@ def test_a_full_queue_answers_429_and_recovers(small, endless):
             stream.__enter__()
         refused = client.post("/v1/completions", json=ASK)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
-        assert client.post("/v1/next-tokens", json={"model": "gpt", "text": "a"}).status_code == 200
+        assert client.post("/v1/next-tokens", json={"model": "gpt", "input": "a"}).status_code == 200
         for stream in streams:
             stream.__exit__(None, None, None)
         until = time.monotonic() + 10
-        while scheduler.active + scheduler.waiting and time.monotonic() < until:
+        while scheduler.running + scheduler.waiting and time.monotonic() < until:
             time.sleep(0.02)
         assert client.post("/v1/completions", json=ASK).status_code == 200
 
@@ -155,7 +140,7 @@ def test_time_runs_out_with_408_or_a_last_event(small, endless):
 
 
 def test_large_and_chunked_bodies_are_cut_off(small):
-    with serving(small, max_body=1000) as (_, client):
+    with serving(small, max_body_bytes=1000) as (_, client):
         big = json.dumps({**ASK, "prompt": "x" * 2000}).encode()
         headers = {"content-type": "application/json"}
         assert client.post("/v1/completions", content=big, headers=headers).status_code == 413
@@ -164,9 +149,8 @@ def test_large_and_chunked_bodies_are_cut_off(small):
         assert client.post("/v1/completions", json=ASK).status_code == 200
 
 
-def test_a_slow_body_is_not_waited_for(small, monkeypatch):
-    monkeypatch.setattr(guard, "BODY_SECONDS", 0.3)
-    with serving(small) as (site, client):
+def test_a_slow_body_is_not_waited_for(small):
+    with serving(small, body_timeout=0.3) as (site, client):
         host, port = site.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as slow:
             head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -238,7 +222,7 @@ def test_sigterm_lets_running_requests_end(models, endless, tmp_path):
     ],
 )
 def test_mistakes_at_the_command_line_are_one_message(words, message, capsys, tmp_path, monkeypatch):
-    from plume.cli import main
+    from plume.cli.main import main
 
     monkeypatch.chdir(tmp_path)
     assert main(["serve", *words, "--port", "0"] if "--prot" not in words else ["serve", *words]) == 2
@@ -247,14 +231,14 @@ def test_mistakes_at_the_command_line_are_one_message(words, message, capsys, tm
 
 
 def test_a_taken_port_is_named(models, capsys):
-    from plume.cli import main
+    from plume.cli.main import main
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         assert main(["serve", str(models["gpt"]), "--port", str(port)]) == 2
-    assert "cannot be used" in capsys.readouterr().err
+    assert "cannot listen" in capsys.readouterr().err
 
 
 def test_a_recipe_and_words_make_the_same_config(tmp_path):
@@ -264,8 +248,13 @@ def test_a_recipe_and_words_make_the_same_config(tmp_path):
     assert settings(ServeConfig, [str(recipe)], "models") == settings(ServeConfig, words, "models")
 
 
+def test_explore_without_a_model_takes_plumes_own():
+    assert settings(ExploreConfig, [], "models").models == ("plume-en",)
+    assert settings(ExploreConfig, ["a", "--save", "page.html"], "models").models == ("a",)
+
+
 def test_a_new_key_is_printed_once(capsys):
-    from plume.cli import main
+    from plume.cli.main import main
 
     assert main(["serve", "--new-key"]) == 0
     said = capsys.readouterr().out.split()

@@ -3,14 +3,27 @@
 import queue
 import threading
 import time
+from concurrent.futures import Future
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from plume.config import PRESETS, SamplingConfig
-from plume.generate.engine import Feed
-from plume.generate.runner import Runner
-from plume.serve.scheduler import DEADLINE, Busy, Closed, Insulated, ScheduledRunner, Scheduler, Ticket, TimedOut
+from plume.inference.batcher import Batcher
+from plume.inference.engine import Feed
+from plume.serve.scheduler import (
+    Busy,
+    Cancelled,
+    Closed,
+    FaultIsolatedSequence,
+    ScheduledBatcher,
+    ScheduledSequence,
+    Scheduler,
+    TimedOut,
+    pause,
+    unhurried,
+)
 from plume.text import load_tokenizer
 
 
@@ -69,7 +82,7 @@ def engine():
 
 @pytest.fixture
 def scheduler(engine):
-    made = Scheduler(Runner(engine), queue=6)
+    made = Scheduler(Batcher(engine), queue=6)
     yield made
     engine.gate.set()
     made.close()
@@ -77,10 +90,46 @@ def scheduler(engine):
 
 def ticket(tokenizer, first=1, *, client="a", tokens=5, seconds=30.0):
     moves = queue.Queue()
-    config = SamplingConfig(max_new_tokens=tokens, temperature=0, ignore_end=True)
-    continuation = Insulated([first], config, tokenizer=tokenizer, context=64, vocab_size=100, seed=0)
-    made = Ticket(continuation, client, time.monotonic() + seconds, moves.put)
+    config = SamplingConfig(max_new_tokens=tokens, temperature=0, ignore_eos=True)
+    continuation = FaultIsolatedSequence([first], config, tokenizer=tokenizer, context=64, vocab_size=100, seed=0)
+    made = ScheduledSequence(continuation, client, time.monotonic() + seconds, moves.put)
     return made, moves
+
+
+class Read:
+    """A reading in a thread of its own, as the server runs one."""
+
+    def __init__(self, scheduler, work, *, client="a", seconds=30.0):
+        self.reading = scheduler.start_reading(client, time.monotonic() + seconds)
+        self.found: Future = Future()
+        threading.Thread(target=self._run, args=(work,), daemon=True).start()
+
+    def _run(self, work):
+        try:
+            self.found.set_result(self.reading.run(work))
+        except BaseException as error:
+            self.found.set_exception(error)
+
+    def result(self):
+        return self.found.result(10)
+
+
+def look(scheduler, tokens, wanted=1):
+    return Read(scheduler, lambda: ScheduledBatcher(None).logits_for(tokens, wanted)).result()
+
+
+def slices(count, seconds=0.01, log=None, name=None):
+    """Work of so many parts."""
+
+    def work():
+        for _ in range(count):
+            pause()
+            if log is not None:
+                log.append(name)
+            time.sleep(seconds)
+        return count
+
+    return work
 
 
 def wait_for(check):
@@ -101,7 +150,7 @@ def written(moves):
             return ids
 
 
-def test_everybody_gets_exactly_their_own(scheduler, tokenizer):
+def test_each_request_gets_exactly_its_own(scheduler, tokenizer):
     made = [ticket(tokenizer, first=10 * i) for i in range(6)]
     scheduler.submit([t for t, _ in made])
     for i, (_, moves) in enumerate(made):
@@ -134,21 +183,21 @@ def test_clients_take_turns(scheduler, engine, tokenizer):
     engine.gate.clear()
     many = [ticket(tokenizer, first=i, tokens=3, client="many") for i in range(1, 7)]
     scheduler.submit([t for t, _ in many])
-    wait_for(lambda: scheduler.active == 3)
+    wait_for(lambda: scheduler.running == 3)
     one, moves = ticket(tokenizer, first=60, tokens=3, client="one")
     scheduler.submit([one])
     engine.gate.set()
     written(moves)
     for _, other in many:
         written(other)
-    order = sorted([*(t for t, _ in many), one], key=lambda t: t.seated)
+    order = sorted([*(t for t, _ in many), one], key=lambda t: t.started)
     assert order.index(one) <= 4
 
 
 def test_a_full_queue_says_when_to_come_again(scheduler, engine, tokenizer):
     engine.gate.clear()
     scheduler.submit([ticket(tokenizer, first=i)[0] for i in range(6)])
-    wait_for(lambda: scheduler.active == 3)
+    wait_for(lambda: scheduler.running == 3)
     scheduler.submit([ticket(tokenizer)[0] for _ in range(3)])
     with pytest.raises(Busy) as refused:
         scheduler.submit([ticket(tokenizer)[0]])
@@ -158,13 +207,13 @@ def test_a_full_queue_says_when_to_come_again(scheduler, engine, tokenizer):
 
 def test_a_cancelled_sequence_leaves_at_once(scheduler, engine, tokenizer):
     first, moves = ticket(tokenizer, tokens=10_000)
-    first.continuation.config = SamplingConfig(max_new_tokens=10_000, temperature=0, ignore_end=True, overflow="slide")
+    first.sequence.config = SamplingConfig(max_new_tokens=10_000, temperature=0, ignore_eos=True, overflow="slide")
     scheduler.submit([first])
     moves.get(timeout=10)
     engine.gate.clear()  # without it this engine writes all it may before the cancel arrives
     scheduler.cancel([first])
     engine.gate.set()
-    wait_for(lambda: scheduler.active == 0)
+    wait_for(lambda: scheduler.running == 0)
     assert scheduler.counters.cancelled == 1
     second, after = ticket(tokenizer, first=30)
     scheduler.submit([second])
@@ -175,7 +224,7 @@ def test_a_waiting_sequence_can_be_cancelled(scheduler, engine, tokenizer):
     engine.gate.clear()
     made = [ticket(tokenizer, first=i, tokens=2)[0] for i in range(6)]
     scheduler.submit(made)
-    wait_for(lambda: scheduler.active == 3)
+    wait_for(lambda: scheduler.running == 3)
     scheduler.cancel(made[3:])
     engine.gate.set()
     wait_for(lambda: scheduler.counters.cancelled == 3)
@@ -190,7 +239,7 @@ def test_time_runs_out_for_those_who_wait_and_those_who_write(scheduler, engine,
     engine.gate.set()
     with pytest.raises(TimedOut):
         written(moves)
-    assert scheduler.counters.timed_out == 1 and scheduler.active == 0
+    assert scheduler.counters.timed_out == 1 and scheduler.running == 0
 
 
 def test_a_broken_step_is_told_and_the_next_request_works(scheduler, engine, tokenizer):
@@ -206,7 +255,7 @@ def test_a_broken_step_is_told_and_the_next_request_works(scheduler, engine, tok
 
 def test_one_that_fails_does_not_take_the_others_with_it(scheduler, tokenizer):
     bad, bad_moves = ticket(tokenizer, first=1)
-    bad.continuation._pick = lambda row: 1 // 0
+    bad.sequence._pick = lambda row: 1 // 0
     fine, moves = ticket(tokenizer, first=40)
     scheduler.submit([bad, fine])
     with pytest.raises(ZeroDivisionError):
@@ -215,27 +264,27 @@ def test_one_that_fails_does_not_take_the_others_with_it(scheduler, tokenizer):
     assert scheduler.counters.failed == 1 and scheduler.counters.finished == 1
 
 
-def test_looks_are_answered_while_all_seats_are_taken(scheduler, engine, tokenizer):
+def test_logits_are_read_while_all_slots_are_taken(scheduler, engine, tokenizer):
     made = [ticket(tokenizer, first=10 * i, tokens=40) for i in range(1, 4)]
     scheduler.submit([t for t, _ in made])
-    rows = [scheduler.look([7, 8, 9], 2).result(10) for _ in range(3)]
+    rows = [look(scheduler, [7, 8, 9], 2) for _ in range(3)]
     assert all(row.argmax(1).tolist() == [9, 10] for row in rows)
     for i, (_, moves) in enumerate(made, start=1):
         assert written(moves)[:3] == [10 * i + 1, 10 * i + 2, 10 * i + 3]
 
 
 def test_long_prompts_are_read_in_parts_beside_those_who_write(scheduler, engine, tokenizer):
-    scheduler.runner.prompt_room = 8
+    scheduler.batcher.prompt_tokens_per_step = 8
     writer, moves = ticket(tokenizer, first=1, tokens=40)
     scheduler.submit([writer])
     moves.get(timeout=10)
-    config = SamplingConfig(max_new_tokens=3, temperature=0, ignore_end=True)
+    config = SamplingConfig(max_new_tokens=3, temperature=0, ignore_eos=True)
     prompts = [list(range(20 * i, 20 * i + 20)) for i in (1, 2)]
     found = []
     for prompt in prompts:
-        long = Insulated(prompt, config, tokenizer=tokenizer, context=64, vocab_size=100, seed=0)
+        long = FaultIsolatedSequence(prompt, config, tokenizer=tokenizer, context=64, vocab_size=100, seed=0)
         news = queue.Queue()
-        scheduler.submit([Ticket(long, "b", time.monotonic() + 10, news.put)])
+        scheduler.submit([ScheduledSequence(long, "b", time.monotonic() + 10, news.put)])
         found.append(news)
     for prompt, news in zip(prompts, found, strict=True):
         assert written(news) == [prompt[-1] + 1, prompt[-1] + 2, prompt[-1] + 3]
@@ -245,18 +294,18 @@ def test_long_prompts_are_read_in_parts_beside_those_who_write(scheduler, engine
 
 def test_a_shared_beginning_is_read_once(scheduler, engine, tokenizer):
     prompt = list(range(1, 41))
-    scheduler.look(prompt).result(10)
-    config = SamplingConfig(max_new_tokens=2, temperature=0, ignore_end=True)
+    look(scheduler, prompt)
+    config = SamplingConfig(max_new_tokens=2, temperature=0, ignore_eos=True)
     moves = queue.Queue()
-    again = Insulated([*prompt, 70], config, tokenizer=tokenizer, context=64, vocab_size=100, seed=0)
-    before = scheduler.runner.reused_tokens
-    scheduler.submit([Ticket(again, "a", time.monotonic() + 10, moves.put)])
+    again = FaultIsolatedSequence([*prompt, 70], config, tokenizer=tokenizer, context=64, vocab_size=100, seed=0)
+    before = scheduler.batcher.reused_tokens
+    scheduler.submit([ScheduledSequence(again, "a", time.monotonic() + 10, moves.put)])
     assert written(moves) == [71, 72]
-    assert scheduler.runner.reused_tokens - before == 40
+    assert scheduler.batcher.reused_tokens - before == 40
 
 
 def test_closing_tells_those_who_wait(engine, tokenizer):
-    scheduler = Scheduler(Runner(engine), queue=6)
+    scheduler = Scheduler(Batcher(engine), queue=6)
     engine.gate.clear()
     made = [ticket(tokenizer, first=i, tokens=50) for i in range(6)]
     scheduler.submit([t for t, _ in made])
@@ -264,34 +313,166 @@ def test_closing_tells_those_who_wait(engine, tokenizer):
     scheduler.close()
     with pytest.raises(Closed):
         written(made[-1][1])
-    for door in (lambda: scheduler.submit([made[0][0]]), lambda: scheduler.look([1])):
+    for refused in (lambda: scheduler.submit([made[0][0]]), lambda: scheduler.start_reading("a", 0.0)):
         with pytest.raises(Closed):
-            door()
+            refused()
 
 
-def test_a_broken_step_passes_over_looks_that_nobody_waits_for(scheduler, engine, tokenizer):
-    engine.gate.clear()
-    writer, moves = ticket(tokenizer)
+# ---- readings
+
+
+def test_a_reading_ends_at_its_deadline_between_two_parts(scheduler):
+    with pytest.raises(TimedOut):
+        Read(scheduler, slices(1000), seconds=0.1).result()
+    with pytest.raises(TimedOut):
+        Read(scheduler, lambda: ScheduledBatcher(None).logits_for([1, 2]), seconds=-1).result()
+    assert scheduler.idle
+
+
+def test_a_cancelled_reading_stops_at_its_next_part(scheduler):
+    log = []
+    long = Read(scheduler, slices(10_000, log=log))
+    wait_for(lambda: log)
+    long.reading.cancel()
+    with pytest.raises(Cancelled):
+        long.result()
+    count = len(log)
+    time.sleep(0.05)
+    assert len(log) == count and scheduler.idle and scheduler.counters.cancelled == 1
+
+
+def test_a_reading_that_never_started_is_forgotten(scheduler):
+    reading = scheduler.start_reading("a", time.monotonic() + 10)
+    assert not scheduler.idle
+    reading.cancel()
+    assert scheduler.idle
+    with pytest.raises(Cancelled):
+        reading.run(lambda: None)
+
+
+def test_a_short_reading_passes_ten_long_ones(scheduler):
+    scheduler.queue = 20
+    long = [Read(scheduler, slices(10_000)) for _ in range(10)]
+    wait_for(lambda: scheduler.reading == 10)
+    time.sleep(0.1)
+    began = time.monotonic()
+    assert Read(scheduler, slices(1)).result() == 1
+    assert time.monotonic() - began < 0.2
+    for one in long:
+        one.reading.cancel()
+    wait_for(lambda: scheduler.idle)
+
+
+def test_clients_share_the_time_of_readings_whatever_their_number(scheduler):
+    scheduler.queue = 20
+    log = []
+    many = [Read(scheduler, slices(10_000, log=log, name="many"), client="many") for _ in range(8)]
+    one = Read(scheduler, slices(10_000, log=log, name="one"), client="one")
+    time.sleep(0.2)
+    log.clear()
+    time.sleep(1.0)
+    share = log.count("one") / len(log)
+    for reading in (*many, one):
+        reading.reading.cancel()
+    assert 0.4 < share < 0.6
+
+
+def test_generation_keeps_more_than_half_of_the_time_beside_readings(scheduler, engine, tokenizer):
+    step = engine.step
+    engine.step = lambda feeds: (time.sleep(0.01), step(feeds))[1]
+    config = SamplingConfig(max_new_tokens=10_000, temperature=0, ignore_eos=True, overflow="slide")
+    writer, updates = ticket(tokenizer)
+    writer.sequence.config = config
     scheduler.submit([writer])
-    while scheduler.active == 0:
-        time.sleep(0.001)
-    gone = [scheduler.look([1]) for _ in range(3)]
-    assert gone[-1].cancel()
+    updates.get(timeout=10)
+    parts = []
+
+    def steps(seconds):
+        before = scheduler.counters.steps
+        time.sleep(seconds)
+        return scheduler.counters.steps - before
+
+    long = [Read(scheduler, slices(10_000, log=parts), client=str(i)) for i in range(10)]
+    wait_for(lambda: parts)
+    parts.clear()
+    beside = steps(1.0)
+    for one in long:
+        one.reading.cancel()
+    scheduler.cancel([writer])
+    assert beside > 1.3 * len(parts)  # a step and a part take the same time, also on a busy machine
+
+
+def test_long_lists_are_worked_on_in_turn(scheduler, monkeypatch):
+    """Two readings that each go through a long list: neither is through before the other has begun."""
+    monkeypatch.setattr("plume.serve.scheduler.CHUNK", 10)
+    monkeypatch.setattr("plume.serve.scheduler.SLICE_SECONDS", 0.0)
+    log = []
+
+    def work(name):
+        pause()
+        log.extend((name, item) for item in unhurried(range(200)))
+
+    scheduler.queue = 20
+    both = [Read(scheduler, lambda name=name: work(name)) for name in "ab"]
+    for one in both:
+        one.result()
+    for name in "ab":
+        assert [item for who, item in log if who == name] == list(range(200))
+    changes = sum(a[0] != b[0] for a, b in pairwise(log))
+    assert changes > 10
+
+
+def test_a_full_queue_of_readings_still_takes_another_client(scheduler):
+    readings = [scheduler.start_reading("a", time.monotonic() + 10) for _ in range(6)]
+    with pytest.raises(Busy):
+        scheduler.start_reading("a", time.monotonic() + 10)
+    other = scheduler.start_reading("b", time.monotonic() + 10)
+    for reading in (*readings, other):
+        reading.cancel()
+    assert scheduler.idle
+
+
+def test_readings_in_turn_do_not_disturb_each_others_logits(scheduler, engine):
+    """Long prompts in the one slot that readings share, beside each other and beside generation."""
+    found = [Read(scheduler, lambda i=i: ScheduledBatcher(None).logits_for(range(i, i + 40), 3)) for i in range(6)]
+    for i, one in enumerate(found):
+        assert one.result().argmax(1).tolist() == [i + 38, i + 39, i + 40]
+
+
+def test_a_broken_step_leaves_readings_alone(scheduler, engine, tokenizer):
+    engine.gate.clear()
+    writer, updates = ticket(tokenizer)
+    scheduler.submit([writer])
+    wait_for(lambda: scheduler.running == 1)
+    gone, stays = (Read(scheduler, lambda: ScheduledBatcher(None).logits_for([1, 2])) for _ in range(2))
+    gone.reading.cancel()
     engine.fail = True
     engine.gate.set()
     with pytest.raises(RuntimeError, match="broke"):
-        written(moves)
+        written(updates)
+    assert stays.result().shape == (1, 100)
     fine, after = ticket(tokenizer, first=20)
     scheduler.submit([fine])
     assert written(after) == [21, 22, 23, 24, 25]
 
 
-def test_a_long_look_ends_at_its_deadline(scheduler):
-    runner = ScheduledRunner(scheduler)
-    assert runner.look([1, 2]).shape == (1, 100)
-    before = DEADLINE.set(time.monotonic() - 1)
-    try:
-        with pytest.raises(TimedOut):
-            runner.look([1, 2])
-    finally:
-        DEADLINE.reset(before)
+def test_counts_are_read_while_the_queue_changes(scheduler, engine, tokenizer):
+    """What /metrics does from another thread."""
+    stop, errors = threading.Event(), []
+
+    def count():
+        while not stop.is_set():
+            try:
+                assert scheduler.waiting >= 0 and scheduler.running >= 0
+            except Exception as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    for i in range(200):
+        made, updates = ticket(tokenizer, tokens=1, client=str(i))
+        scheduler.submit([made])
+        written(updates)
+    stop.set()
+    thread.join()
+    assert not errors

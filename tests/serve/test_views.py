@@ -1,11 +1,16 @@
 """Each view of the Explorer in a real browser: what it shows is what the server says."""
 
 import json
+import re
+from dataclasses import replace
 
 import httpx
 import numpy as np
 import pytest
-from visit import EVIL, rows
+from running import run_server
+from visit import EVIL, READY, Visit, rows
+
+from plume.util.run_folder import write_recipe
 
 playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need the package playwright")
 expect = playwright.expect
@@ -22,7 +27,7 @@ def visible(piece: str) -> str:
 
 def test_next_shows_the_servers_ten_and_takes_them_by_key(visit, site):
     visit.open(text="The robot")
-    body = {"model": "gpt", "text": "The robot"}
+    body = {"model": "gpt", "input": "The robot"}
     told = httpx.post(f"{site.url}/v1/next-tokens", json=body).json()
     shown = [visible(piece) for piece in told["candidates"]["pieces"]]
     assert rows(visit) == shown[:10]
@@ -32,7 +37,7 @@ def test_next_shows_the_servers_ten_and_takes_them_by_key(visit, site):
     visit.settle()
     ids = [*told["tokens"], told["candidates"]["tokens"][2]]
     assert visit.state()["ids"] == ".".join(map(str, ids))
-    fresh = httpx.post(f"{site.url}/v1/next-tokens", json={"model": "gpt", "tokens": ids}).json()
+    fresh = httpx.post(f"{site.url}/v1/next-tokens", json={"model": "gpt", "input": ids}).json()
     assert visit.page.input_value("#text") == fresh["text"]
     assert rows(visit)[0] == visible(fresh["candidates"]["pieces"][0])
     visit.page.keyboard.press("Alt+ArrowLeft")
@@ -49,7 +54,7 @@ def test_next_shows_the_servers_ten_and_takes_them_by_key(visit, site):
 def test_sliders_redraw_the_true_distribution(visit, site, temperature, topk, topp):
     """Against temperature, top-k and top-p written out over the whole vocabulary."""
     visit.open(text="The robot", temperature=temperature, topk=topk, topp=topp)
-    told = httpx.post(f"{site.url}/v1/next-tokens", json={"model": "gpt", "text": "The robot", "k": 400}).json()
+    told = httpx.post(f"{site.url}/v1/next-tokens", json={"model": "gpt", "input": "The robot", "k": 400}).json()
     p = np.exp(np.array(told["candidates"]["logits"]) / temperature)
     p /= p.sum()
     if topk:
@@ -81,7 +86,7 @@ def test_typing_asks_once_after_a_pause(visit):
     visit.page.locator("#text").press_sequentially("Once upon", delay=20)
     visit.page.wait_for_function("() => location.hash.includes('Once+upon')")
     visit.settle()
-    assert len(asked) <= 2 and json.loads(asked[-1])["text"] == "Once upon"
+    assert len(asked) <= 2 and json.loads(asked[-1])["input"] == "Once upon"
 
 
 def test_a_figure_is_explained(visit):
@@ -98,13 +103,13 @@ def test_write_streams_stops_and_branches(visit):
     visit.open("write", text="The robot", length=30, seed=4)
     visit.page.keyboard.press("Control+Enter")
     visit.page.locator(".made").nth(10).wait_for()
-    expect(visit.page.locator(".controls .primary")).to_have_text("Write")
+    expect(visit.page.locator(".controls .primary")).to_have_text("Generate")
     assert visit.page.locator(".branch").count() == 1
     first = visit.page.inner_text(".columns .prose")
     visit.page.locator(".made").nth(3).hover()
     visit.page.locator("#side .row").nth(4).click()
     expect(visit.page.locator(".branch")).to_have_count(2)
-    expect(visit.page.locator(".controls .primary")).to_have_text("Write")
+    expect(visit.page.locator(".controls .primary")).to_have_text("Generate")
     assert visit.page.inner_text(".columns .prose") != first
     visit.page.locator(".branch").first.click()
     assert visit.page.inner_text(".columns .prose") == first
@@ -128,14 +133,14 @@ def test_samples_stand_side_by_side_and_repeat(visit):
 
 def test_surprise_tells_what_was_expected(visit, site):
     visit.open("surprise", text="The robot must obey")
-    told = httpx.post(f"{site.url}/v1/score", json={"model": "gpt", "text": "The robot must obey"}).json()
+    told = httpx.post(f"{site.url}/v1/score", json={"model": "gpt", "input": "The robot must obey"}).json()
     classes = visit.page.locator(".mark").evaluate_all("marks => marks.map((mark) => mark.className)")
     for name, rank in zip(classes, told["rank"], strict=True):
         level = 0 if rank < 1 else 1 if rank < 10 else 2 if rank < 100 else 3 if rank < 1000 else 4
         assert f"rank{level}" in name
     assert f"{told['perplexity']:.2f}" in visit.page.inner_text("#view")
     visit.page.locator(".mark").nth(2).click()
-    visit.page.get_by_text("Expected here").wait_for()
+    visit.page.get_by_text("Predicted here").wait_for()
     assert visit.page.locator("#side .row").count() == 10
 
 
@@ -153,7 +158,7 @@ def test_attention_shows_heads_and_steps(visit, model):
     assert visit.state().get("layer", "0") == "0" and visit.state()["head"] == "1"
     box = visit.page.locator(".matrix canvas").bounding_box()
     visit.page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.9)
-    visit.page.get_by_text("looks at", exact=False).first.wait_for()
+    visit.page.get_by_text("attends to", exact=False).first.wait_for()
     visit.page.mouse.click(box["x"] + box["width"] * 0.3, box["y"] + box["height"] * 0.9)
     visit.page.locator(".steps table").first.wait_for()
     softmax = visit.page.locator(".steps tbody tr td:nth-child(5)").all_inner_texts()
@@ -172,12 +177,12 @@ def test_a_long_text_is_shown_by_windows(visit, models, browser, site):
 
 def test_layers_end_with_the_real_answer(visit, site):
     visit.open("layers", text="The robot must obey")
-    told = httpx.post(f"{site.url}/v1/next-tokens", json={"model": "gpt", "text": "The robot must obey"}).json()
+    told = httpx.post(f"{site.url}/v1/next-tokens", json={"model": "gpt", "input": "The robot must obey"}).json()
     last = visit.page.locator(".grid tbody tr").last.locator("td").last
     assert last.inner_text() == visible(told["candidates"]["pieces"][0])
     last.hover()
     side = visit.page.inner_text("#side")
-    assert "attention 2" in side and "length of the residual" in side
+    assert "attention 2" in side and "norm of the residual" in side
 
 
 def test_masks_are_pressed_and_filled(visit):
@@ -191,9 +196,106 @@ def test_masks_are_pressed_and_filled(visit):
     visit.page.get_by_text("This view needs").wait_for()
 
 
+def test_an_answer_about_the_model_shown_before_is_dropped(visit):
+    held = []
+    visit.open("masks", model="bert", text="The robot must obey.")
+    visit.page.route("**/v1/tokenize", lambda route: held.append(route))
+    visit.page.fill("#text", "The robot obeys.")
+    visit.page.wait_for_function("() => document.querySelector('#view').classList.contains('waiting')")
+    visit.page.select_option("#model", "gpt")
+    visit.page.get_by_text("This view needs").wait_for()
+    for route in held:
+        with visit.page.expect_response("**/v1/tokenize"):
+            route.continue_()
+    visit.settle()
+    assert held and visit.page.get_by_text("This view needs").is_visible()
+
+
+def hold(visit, pattern, held, when=lambda request: True):
+    """Keep the answers to some requests back until they are let go."""
+    visit.page.route(pattern, lambda route: held.append(route) if when(route.request) else route.continue_())
+
+
+def let_go(visit, held, pattern):
+    for route in held:
+        with visit.page.expect_response(pattern):
+            route.continue_()
+    visit.settle()
+
+
+def ask_for_merges(visit):
+    visit.page.locator(".pieces .piece").first.hover()
+    visit.page.wait_for_function("() => document.querySelector('#side pre')")
+
+
+def ask_for_expectations(visit):
+    visit.page.locator(".mark").nth(3).click()
+    visit.page.wait_for_timeout(300)
+
+
+@pytest.mark.parametrize(
+    ("view", "endpoint", "within", "ask"),
+    [
+        ("tokens", "**/v1/tokenize", "merges", ask_for_merges),
+        ("surprise", "**/v1/next-tokens", "", ask_for_expectations),
+    ],
+)
+def test_a_late_answer_does_not_replace_what_is_said_of_another_view(visit, view, endpoint, within, ask):
+    held = []
+    visit.open(view, text="The robot must obey")
+    hold(visit, endpoint, held, lambda request: within in request.post_data)
+    ask(visit)
+    visit.page.get_by_role("tab", name="Write", exact=True).click()
+    visit.page.wait_for_selector(READY["write"])
+    said = visit.page.inner_text("#side")
+    let_go(visit, held, endpoint)
+    assert held and visit.page.inner_text("#side") == said
+
+
+def test_a_view_that_loads_late_does_not_replace_the_one_chosen_after_it(visit):
+    held = []
+    visit.open("next")
+    hold(visit, "**/views/layers.js", held)
+    visit.page.get_by_role("tab", name="Layers", exact=True).click()
+    visit.page.wait_for_timeout(300)
+    visit.page.get_by_role("tab", name="Tokens", exact=True).click()
+    visit.page.wait_for_selector(READY["tokens"])
+    let_go(visit, held, "**/views/layers.js")
+    visit.page.wait_for_timeout(300)
+    assert held and visit.page.locator(READY["tokens"]).first.is_visible()
+
+
+def test_a_text_written_while_the_page_begins_is_kept(visit):
+    held = []
+    hold(visit, "**/v1/completions", held)
+    visit.page.goto(f"{visit.site.url}/#model=gpt&view=next")
+    while not held:
+        visit.page.wait_for_timeout(20)
+    visit.page.fill("#text", "The robot obeys")
+    visit.page.wait_for_timeout(400)
+    let_go(visit, held, "**/v1/completions")
+    visit.page.wait_for_selector(READY["next"])
+    expect(visit.page.locator("#text")).to_have_value("The robot obeys")
+
+
+def test_a_text_written_while_another_model_is_awaited_is_kept(visit):
+    held = []
+    visit.open("next", text="The robot")
+    visit.page.fill("#text", "")
+    visit.page.wait_for_timeout(400)
+    hold(visit, "**/v1/completions", held)
+    visit.page.select_option("#model", EVIL)
+    while not held:
+        visit.page.wait_for_timeout(20)
+    visit.page.fill("#text", "it obeys")
+    visit.page.wait_for_timeout(400)
+    let_go(visit, held, "**/v1/completions")
+    expect(visit.page.locator("#text")).to_have_value("it obeys")
+
+
 def test_tokens_show_ids_bytes_and_merges(visit, site):
     visit.open("tokens", text="The robot 你好")
-    told = httpx.post(f"{site.url}/v1/tokenize", json={"model": "gpt", "text": "The robot 你好"}).json()
+    told = httpx.post(f"{site.url}/v1/tokenize", json={"model": "gpt", "input": "The robot 你好"}).json()
     assert visit.page.locator(".piece sub").all_inner_texts() == [str(i) for i in told["tokens"]]
     visit.page.locator(".pieces .piece").first.hover()
     visit.page.get_by_text("Merges, one by one").wait_for()
@@ -223,6 +325,34 @@ def test_runs_are_drawn_and_followed(visit, runs_folder):
     visit.page.wait_for_function("() => document.querySelectorAll('#view svg path.c1').length > 0")
     for word in ("time", "steps", "log"):
         visit.page.get_by_role("button", name=word, exact=True).click()
+
+
+def test_runs_of_other_tokenizers_are_compared_in_bits_per_byte(browser, models, serve_config, tmp_path):
+    kinds = {"letters": ("next-token", "a"), "words": ("next-token", "b"), "bert": ("pretraining", "b")}
+    for name, (head, tokenizer) in kinds.items():
+        (tmp_path / name / "checkpoints" / "model").mkdir(parents=True)
+        write_recipe(tmp_path / name, {"train": {"steps": 20}})
+        about = {"head": head, "tokenizer_hash": tokenizer}
+        (tmp_path / name / "checkpoints" / "model" / "plume.json").write_text(json.dumps(about))
+        rows = [{"step": step, "loss": 9 - step / 10, "tokens": step, "seconds": step} for step in (10, 20)]
+        bits = {} if head == "pretraining" else {"validation_bits_per_byte": 2.0}
+        rows += [{"step": 20, "validation_loss": 7.5, **bits}]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    running = run_server(replace(serve_config, models=(str(models["gpt"]),), runs=tmp_path))
+    visit = Visit(browser, next(running))
+    visit.open("runs", runs="letters")
+    notes, bits = visit.page.locator("#view p.muted"), visit.page.locator("#view svg[aria-label^='bits per byte']")
+    expect(notes).to_have_count(0)
+    visit.page.get_by_role("checkbox", name="words").check()
+    expect(notes).to_have_text([re.compile("different tokenizers.*nats per token are not comparable")])
+    expect(bits.locator("path")).to_have_count(2)
+    visit.page.get_by_role("checkbox", name="letters").uncheck()
+    expect(notes).to_have_count(0)
+    expect(bits).to_have_count(0)
+    visit.page.get_by_role("checkbox", name="bert").check()
+    expect(notes).to_have_text([re.compile("bert: the loss of masked tokens")])
+    visit.close()
+    next(running, None)
 
 
 def test_curves_of_any_numbers_are_drawn(visit):

@@ -1,4 +1,4 @@
-"""A visit to the Explorer in a real browser, for the tests that look at it."""
+"""A visit to the Explorer in a real browser."""
 
 import re
 import shutil
@@ -11,10 +11,15 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "-
          "--disable-component-update", "--disable-sync"]  # fmt: skip
 EVIL = "<script>alert(1)</script>"
 TEXT = "The robot must obey </script><b>human beings</b> because it"
-VIEWS = ("next", "write", "surprise", "attention", "layers", "masks", "tokens", "runs")
+VIEWS = (
+    *("next", "write", "walk", "attention", "layers", "cause", "attribution", "surprise", "masks", "tokens", "runs"),
+)
 READY = {
     "next": ".candidates .row",
     "write": ".controls .primary",
+    "walk": ".walk-picture > *",
+    "cause": ".map button",
+    "attribution": ".mark.signed",
     "surprise": ".mark",
     "attention": ".matrix canvas",
     "layers": ".grid td",
@@ -31,7 +36,7 @@ class Visit:
         self.site = site
         self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, "locale": "en-US"} | options)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(15_000)
+        self.page.set_default_timeout(45_000)
         self.wrong: list[str] = []
         self.allow = ""
         self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)

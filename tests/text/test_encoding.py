@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
 from plume.config import TokenizerConfig, UserError
-from plume.text import Tokenizer, engines, load_tokenizer, memory, train_tokenizer
-from plume.text.engines import ByteBpe, Library, Remembering, cut
-from plume.text.files import to_json
+from plume.text import Tokenizer, encode_cache, encoders, load_tokenizer, train_tokenizer
+from plume.text.encoders import ByteBpe, CachedEngine, Library, cut
+from plume.text.tokenizer_json import to_json
 
 SAMPLE = (
     "The quick brown fox can't jump over 12 lazy dogs, they'll say; it's   naïve.\n\n\tdef main(self): return 0x1F\n"
@@ -27,7 +27,7 @@ TEXTS = st.text(
 
 
 def trained(kind: str, **options: object) -> Tokenizer:
-    config = TokenizerConfig(kind=kind, vocab_size=400, words="basic", **options)  # type: ignore[arg-type]
+    config = TokenizerConfig(kind=kind, vocab_size=400, pretokenizer="basic", **options)  # type: ignore[arg-type]
     return train_tokenizer(config, [SAMPLE])
 
 
@@ -52,15 +52,15 @@ def test_reference_ids(shared: Path, folder: str, text: str, ids: list[int]) -> 
 
 def test_bert_wraps_its_texts(shared: Path) -> None:
     tokenizer = load_tokenizer(shared / "tokenizers" / "bert-base-uncased")
-    ids, segments = tokenizer.wrap(tokenizer.encode("Hello, my dog is cute"))
+    ids, segments = tokenizer.add_special_tokens(tokenizer.encode("Hello, my dog is cute"))
     assert ids == [101, 7592, 1010, 2026, 3899, 2003, 10140, 102] and segments == [0] * 8
-    assert tokenizer.wrap([1], [2, 3]) == ([101, 1, 102, 2, 3, 102], [0, 0, 0, 1, 1, 1])
+    assert tokenizer.add_special_tokens([1], [2, 3]) == ([101, 1, 102, 2, 3, 102], [0, 0, 0, 1, 1, 1])
     assert tokenizer.specials == {"pad": 0, "unknown": 100, "classify": 101, "separator": 102, "mask": 103}
 
 
 def test_gpt2_same_ids_as_tokenizers_on_real_text(shared: Path) -> None:
     tokenizer = load_tokenizer(shared / "tokenizers" / "gpt2")
-    assert isinstance(tokenizer._engine, Remembering) and isinstance(tokenizer._engine.engine, ByteBpe)
+    assert isinstance(tokenizer._engine, CachedEngine) and isinstance(tokenizer._engine.engine, ByteBpe)
     texts = (shared / "data" / "wikitext-2" / "wiki.test.raw").read_text(encoding="utf-8").split("\n")[:400]
     texts += [(shared / "data" / "multi30k" / "val.de").read_text(encoding="utf-8"), SAMPLE]
     theirs = Backend.from_str(to_json(tokenizer.definition)).encode_batch(texts, add_special_tokens=False)
@@ -129,8 +129,8 @@ REMEMBERED = ["byte-bpe", "gpt1-bpe", "wordpiece"]
 @pytest.fixture
 def remembering(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every batch were worth it."""
-    monkeypatch.setattr(engines, "LITTLE", 0)
-    monkeypatch.setattr(engines, "mostly_ascii", lambda text: True)
+    monkeypatch.setattr(encoders, "MIN_CACHED_CHARACTERS", 0)
+    monkeypatch.setattr(encoders, "mostly_ascii", lambda text: True)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -148,24 +148,24 @@ def test_remembered_chunks_have_the_ids_of_tokenizers(
 
 @pytest.mark.parametrize("kind", REMEMBERED)
 def test_a_memory_grows_and_begins_anew(remembering: None, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    monkeypatch.setattr(memory, "MOST_BYTES", 1 << 19)
+    monkeypatch.setattr(encode_cache, "MAX_CACHED_BYTES", 1 << 19)
     tokenizer = trained(kind)
     seen = set()
     for start in range(0, 200_000, 40_000):
         texts = [SAMPLE, " ".join(f"w{number}" for number in range(start, start + 40_000)), "", "x" * 300_000]
         assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text) for text in texts]
-        assert isinstance(tokenizer._engine, Remembering) and tokenizer._engine.memory is not None
-        seen.add(int(tokenizer._engine.memory.table.used[0]))
+        assert isinstance(tokenizer._engine, CachedEngine) and tokenizer._engine.cache is not None
+        seen.add(int(tokenizer._engine.cache.table.used[0]))
     assert max(seen) > 1 << 14 and len(seen) < 5  # larger than at first; not larger and larger
 
 
 def test_other_scripts_go_past_the_memory(tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "LITTLE", 0)
+    monkeypatch.setattr(encoders, "MIN_CACHED_CHARACTERS", 0)
     tokenizer = trained("byte-bpe")
     texts = ["plain", "你好。" * 30, "words with an é", "한국어 텍스트"]
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(text) for text in texts]
-    assert isinstance(tokenizer._engine, Remembering) and tokenizer._engine.memory is not None
-    assert int(tokenizer._engine.memory.table.used[0]) == len(["plain", "words", " with", " an", " é"])
+    assert isinstance(tokenizer._engine, CachedEngine) and tokenizer._engine.cache is not None
+    assert int(tokenizer._engine.cache.table.used[0]) == len(["plain", "words", " with", " an", " é"])
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -186,12 +186,12 @@ def test_specials_in_a_text_are_text_unless_allowed(tokenizers: dict[str, Tokeni
     assert tokenizer.decode([*a, tokenizer.end], skip_special=True) == "a"
     bert = tokenizers["wordpiece"]
     assert bert.mask not in bert.encode("the [MASK]") and bert.mask in bert.encode("the [MASK]", allow_special=True)
-    roberta = trained("byte-bpe", specials="roberta")
+    roberta = trained("byte-bpe", special_tokens="roberta")
     assert roberta.encode("a  <mask>", allow_special=True) == [*roberta.encode("a"), roberta.mask]
 
 
 def test_roberta_layout() -> None:
-    tokenizer = trained("byte-bpe", specials="roberta")
+    tokenizer = trained("byte-bpe", special_tokens="roberta")
     assert [tokenizer.token(i) for i in (0, 1, 2, 3, tokenizer.vocab_size - 1)] == [
         "<s>",
         "<pad>",
@@ -199,7 +199,7 @@ def test_roberta_layout() -> None:
         "<unk>",
         "<mask>",
     ]
-    assert tokenizer.wrap([9], [8]) == ([0, 9, 2, 2, 8, 2], [0] * 6)
+    assert tokenizer.add_special_tokens([9], [8]) == ([0, 9, 2, 2, 8, 2], [0] * 6)
     assert tokenizer.start == tokenizer.classify == 0 and tokenizer.end == tokenizer.separator == 2
 
 
@@ -211,7 +211,7 @@ def test_ids_that_are_not_in_merge_order(tokenizers: dict[str, Tokenizer]) -> No
     d = tokenizers["byte-bpe"].definition
     shuffled = replace(d, tokens=tuple(np.random.default_rng(0).permutation(np.array(d.tokens, dtype=object))))
     tokenizer = Tokenizer(with_specials(shuffled, []))
-    assert isinstance(tokenizer._engine, Remembering) and isinstance(tokenizer._engine.engine, ByteBpe)
+    assert isinstance(tokenizer._engine, CachedEngine) and isinstance(tokenizer._engine.engine, ByteBpe)
     assert tokenizer._engine.engine.table is not None
     theirs = Backend.from_str(to_json(tokenizer.definition)).encode(SAMPLE, add_special_tokens=False).ids
     assert tokenizer.encode(SAMPLE) == theirs == tokenizer.encode_batch([SAMPLE])[0].tolist()
@@ -286,14 +286,14 @@ def test_merge_history_ends_in_the_pieces(tokenizers: dict[str, Tokenizer]) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_added_specials_get_the_last_rows(tokenizers: dict[str, Tokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
-    more = tokenizer.add_specials(["_start_", "_delimiter_", "_classify_"])
+    more = tokenizer.with_specials(["_start_", "_delimiter_", "_classify_"])
     assert more.vocab_size == tokenizer.vocab_size + 3 and more.hash != tokenizer.hash
     assert more.special_ids["_delimiter_"] == tokenizer.vocab_size + 1
     assert more.encode(SAMPLE) == tokenizer.encode(SAMPLE)
     assert more.encode("_start_", allow_special=True) == [tokenizer.vocab_size]
-    assert more.wrap([5]) == tokenizer.wrap([5])
+    assert more.add_special_tokens([5]) == tokenizer.add_special_tokens([5])
     with pytest.raises(UserError, match="_start_"):
-        more.add_specials(["_start_"])
+        more.with_specials(["_start_"])
 
 
 def test_tokenizers_can_be_sent_to_other_processes(tokenizers: dict[str, Tokenizer]) -> None:

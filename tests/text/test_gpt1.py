@@ -9,7 +9,7 @@ import pytest
 import spacy
 
 from plume.config import TokenizerConfig, UserError
-from plume.text import gpt1, load_tokenizer, train_tokenizer
+from plume.text import encoders, load_tokenizer, tokenizer_training, train_tokenizer
 
 ENGLISH = [
     "Hello, my dog is cute",
@@ -71,7 +71,7 @@ def test_contractions_and_line_breaks(shared: Path) -> None:
 def test_plain_words_as_transformers_cuts_them(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import OpenAIGPTTokenizer
 
-    monkeypatch.setattr("plume.text.folder.spacy_installed", lambda: False)
+    monkeypatch.setattr("plume.text.tokenizer_folder.spacy_installed", lambda: False)
     folder = shared / "tokenizers" / "openai-gpt"
     tokenizer, theirs = load_tokenizer(folder), OpenAIGPTTokenizer.from_pretrained(folder)
     assert tokenizer.words == "basic"
@@ -82,14 +82,15 @@ def test_plain_words_as_transformers_cuts_them(shared: Path, monkeypatch: pytest
 
 def test_what_cut_the_words_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for words in ("spacy", "basic"):
-        config = TokenizerConfig(kind="gpt1-bpe", vocab_size=200, words=words)  # type: ignore[arg-type]
+        config = TokenizerConfig(kind="gpt1-bpe", vocab_size=200, pretokenizer=words)  # type: ignore[arg-type]
         tokenizer = train_tokenizer(config, ENGLISH * 3)
         tokenizer.save(tmp_path / words)
         loaded = load_tokenizer(tmp_path / words)
         assert loaded.words == words and loaded.hash == tokenizer.hash
         assert loaded.encode("they can't") == tokenizer.encode("they can't")
-    monkeypatch.setattr(gpt1, "spacy_installed", lambda: False)
-    gpt1._english.cache_clear()
+    for module in (encoders, tokenizer_training):
+        monkeypatch.setattr(module, "spacy_installed", lambda: False)
+    encoders._spacy_tokenizer.cache_clear()
     with pytest.raises(UserError, match=r"pip install 'plume-lm\[gpt1\]'"):
         load_tokenizer(tmp_path / "spacy").encode("they can't")
     assert load_tokenizer(tmp_path / "basic").encode("fine")
@@ -98,7 +99,7 @@ def test_what_cut_the_words_is_remembered(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_pieces_say_which_characters_they_cover() -> None:
     """Also behind the clean-up, which changes letters: each piece stands where it was cut from, one after the other."""
-    tokenizer = train_tokenizer(TokenizerConfig(kind="gpt1-bpe", vocab_size=200, words="spacy"), ENGLISH * 3)
+    tokenizer = train_tokenizer(TokenizerConfig(kind="gpt1-bpe", vocab_size=200, pretokenizer="spacy"), ENGLISH * 3)
     for text in ("Hello, my dog is cute", "I can't -- won't they?", "two  blanks\nand a line"):
         pieces = tokenizer.pieces(text)
         assert [piece.id for piece in pieces] == tokenizer.encode(text)
@@ -108,7 +109,7 @@ def test_pieces_say_which_characters_they_cover() -> None:
 
 
 def test_start_delimiter_and_classify_follow_the_vocabulary(shared: Path) -> None:
-    tokenizer = load_tokenizer(shared / "tokenizers" / "openai-gpt").add_specials(
+    tokenizer = load_tokenizer(shared / "tokenizers" / "openai-gpt").with_specials(
         ["_start_", "_delimiter_", "_classify_"]
     )
     assert [tokenizer.special_ids[n] for n in ("_start_", "_delimiter_", "_classify_")] == [40478, 40479, 40480]

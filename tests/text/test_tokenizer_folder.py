@@ -19,15 +19,15 @@ OTHERS = ["", " ", "\n\n  x", "unseen ∑ letters ж", "don't [MASK] <s> <|endof
 MODELS = [None, "gpt2", "bert", "roberta", "openai-gpt", "distilbert", "marian"]
 KINDS = {
     "byte-bpe": {"kind": "byte-bpe"},
-    "roberta": {"kind": "byte-bpe", "specials": "roberta"},
-    "gpt1-bpe": {"kind": "gpt1-bpe", "words": "basic"},
-    "gpt1-bpe with an end": {"kind": "gpt1-bpe", "words": "basic", "specials": "gpt2"},
+    "roberta": {"kind": "byte-bpe", "special_tokens": "roberta"},
+    "gpt1-bpe": {"kind": "gpt1-bpe", "pretokenizer": "basic"},
+    "gpt1-bpe with an end": {"kind": "gpt1-bpe", "pretokenizer": "basic", "special_tokens": "gpt2"},
     "wordpiece": {"kind": "wordpiece"},
     "cased wordpiece": {"kind": "wordpiece", "lowercase": False},
     "characters": {"kind": "characters"},
-    "characters with masks": {"kind": "characters", "specials": "roberta"},
+    "characters with masks": {"kind": "characters", "special_tokens": "roberta"},
     "bytes": {"kind": "bytes"},
-    "bytes with masks": {"kind": "bytes", "specials": "bert"},
+    "bytes with masks": {"kind": "bytes", "special_tokens": "bert"},
 }
 
 
@@ -54,10 +54,10 @@ def test_tokenizers_and_transformers_open_it(trained: dict[str, Tokenizer], name
             assert theirs(text, add_special_tokens=False)["input_ids"] == ids, model
             assert library.encode(text, add_special_tokens=False).ids == ids
         one, two = tokenizer.encode(SAMPLE), tokenizer.encode("the dogs")
-        wrapped, segments = tokenizer.wrap(one, two)
+        wrapped, segments = tokenizer.add_special_tokens(one, two)
         both = theirs(SAMPLE, "the dogs")
         assert both["input_ids"] == wrapped and both.get("token_type_ids", segments) == segments
-        assert theirs(SAMPLE)["input_ids"] == tokenizer.wrap(one)[0]
+        assert theirs(SAMPLE)["input_ids"] == tokenizer.add_special_tokens(one)[0]
         assert theirs.decode(one) == tokenizer.decode(one)
         named = {"start": theirs.bos_token_id, "end": theirs.eos_token_id, "pad": theirs.pad_token_id}
         named |= {"mask": theirs.mask_token_id, "separator": theirs.sep_token_id, "classify": theirs.cls_token_id}
@@ -68,7 +68,7 @@ def test_tokenizers_and_transformers_open_it(trained: dict[str, Tokenizer], name
 
 @pytest.mark.parametrize("name", KINDS)
 def test_saved_and_loaded_is_the_same(trained: dict[str, Tokenizer], name: str, tmp_path: Path) -> None:
-    tokenizer = trained[name].add_specials(["_more_"])
+    tokenizer = trained[name].with_specials(["_more_"])
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
     assert again.definition == tokenizer.definition and again.hash == tokenizer.hash
@@ -100,7 +100,7 @@ def test_older_files_without_tokenizer_json(trained: dict[str, Tokenizer], name:
 def test_folders_that_transformers_writes(
     trained: dict[str, Tokenizer], name: str, theirs: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plume.text.folder.spacy_installed", lambda: False)  # they never cut words by spaCy
+    monkeypatch.setattr("plume.text.tokenizer_folder.spacy_installed", lambda: False)  # they never cut words by spaCy
     trained[name].save(tmp_path / "ours")
     opened = theirs.from_pretrained(tmp_path / "ours")  # type: ignore[attr-defined]
     opened.save_pretrained(tmp_path / "theirs")
@@ -109,7 +109,7 @@ def test_folders_that_transformers_writes(
     assert loaded.specials == trained[name].specials
     for text in [SAMPLE, *OTHERS]:
         assert loaded.encode(text, allow_special=True) == opened(text, add_special_tokens=False)["input_ids"]
-        assert loaded.wrap(loaded.encode(text, allow_special=True))[0] == opened(text)["input_ids"]
+        assert loaded.add_special_tokens(loaded.encode(text, allow_special=True))[0] == opened(text)["input_ids"]
 
 
 def test_real_vocabularies_as_transformers_reads_them(shared: Path) -> None:
@@ -119,7 +119,7 @@ def test_real_vocabularies_as_transformers_reads_them(shared: Path) -> None:
             theirs.from_pretrained(shared / "tokenizers" / folder),
         )
         for text in [SAMPLE, *OTHERS]:
-            assert ours.wrap(ours.encode(text, allow_special=True))[0] == opened(text)["input_ids"]
+            assert ours.add_special_tokens(ours.encode(text, allow_special=True))[0] == opened(text)["input_ids"]
             assert ours.decode(ours.encode(text)) == opened.decode(ours.encode(text))
 
 
@@ -143,7 +143,7 @@ def test_an_unknown_cut_runs_in_the_library(trained: dict[str, Tokenizer], tmp_p
         assert loaded.decode(loaded.encode(text)) == text == loaded.decode_bytes(loaded.encode(text)).decode()
         streamer = loaded.streamer()
         assert "".join([streamer.push(i) for i in loaded.encode(text)] + [streamer.flush()]) == text
-    more = loaded.add_specials(["_start_"])
+    more = loaded.with_specials(["_start_"])
     more.save(tmp_path / "more")
     again = load_tokenizer(tmp_path / "more")
     assert again.hash == more.hash and again.encode("_start_", allow_special=True) == [loaded.vocab_size]
@@ -175,7 +175,7 @@ def test_small_differences_are_not_overlooked(trained: dict[str, Tokenizer], tmp
         ("vocab.json", '{"a": 0}', "neither a byte-level vocabulary .* nor GPT-1's"),
         ("merges.txt", "#version: 0.2\nq zzz\n", "merges.txt, line 2: 'q zzz' is not a merge"),
         ("merges.txt", None, "merges.txt is missing"),
-        ("vocab.txt", "a\nb\n", "vocab.txt is not a WordPiece vocabulary"),
+        ("vocab.txt", "a\nb\n", "has no token for the unknown"),
         ("vocab.txt", "[UNK]\na\n##b\na\n", "vocab.txt has a token twice: 'a'"),
     ],
 )

@@ -17,8 +17,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from plume.config import TokenizerConfig, UserError
-from plume.text import counting, inspect_table, load_tokenizer, train_command, train_tokenizer
-from plume.text.training import learn, read_blocks
+from plume.text import inspect_table, load_tokenizer, train_command, train_tokenizer
+from plume.text import tokenizer_training as counting
+from plume.text.tokenizer_training import learn, read_blocks
 
 SOURCE = Path(argparse.__file__).read_text(encoding="utf-8")
 MIXED = SOURCE + "人工智能是计算机科学的一个分支。人工智能。智能手机。\n" * 5 + "naïve café 🙂🙂 ÅNGSTRÖM straße\n" * 5
@@ -83,7 +84,7 @@ def slow_merges(words: dict[str, int], room: int, least: int, *, likelihood: boo
 @pytest.mark.parametrize("score", ["frequency", "likelihood"])
 def test_wordpiece_merges_as_written_out(score: str) -> None:
     words = Counter(word.lower() for word in "".join(c if c.isalpha() else " " for c in SOURCE[:6000]).split())
-    config = TokenizerConfig(kind="wordpiece", score=score)  # type: ignore[arg-type]
+    config = TokenizerConfig(kind="wordpiece", merge_score=score)  # type: ignore[arg-type]
     words = Counter({word: n for word, n in words.items() if all(words_with(words, letter) >= 2 for letter in word)})
     tokens, merges = learn(config, sorted(words.items()), 160)
     assert len(tokens) == 160 and len(merges) > 80
@@ -107,7 +108,7 @@ def test_wordpiece_vocabulary_against_the_library() -> None:
 
 @pytest.mark.parametrize("kind", ["byte-bpe", "wordpiece", "gpt1-bpe", "characters"])
 def test_cap_and_chunks_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TokenizerConfig(kind=kind, vocab_size=600, words="basic")  # type: ignore[arg-type]
+    config = TokenizerConfig(kind=kind, vocab_size=600, pretokenizer="basic")  # type: ignore[arg-type]
     lines = MIXED.splitlines(keepends=True)
     expected = train_tokenizer(config, lines).hash
     monkeypatch.setattr(counting, "BLOCK_CHARACTERS", 1000)
@@ -115,9 +116,9 @@ def test_cap_and_chunks_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(counting, "ENTRY_BYTES", 30_000)  # as if words were large: spills after every few dozen
     monkeypatch.setattr(counting, "MOST_RUNS", 3)
     spilled = []
-    write = counting._write_run
-    monkeypatch.setattr(counting, "_write_run", lambda *args: spilled.append(args) or write(*args))
-    capped = TokenizerConfig(kind=kind, vocab_size=600, words="basic", max_memory_mb=1)  # type: ignore[arg-type]
+    write = counting.write_run
+    monkeypatch.setattr(counting, "write_run", lambda *args: spilled.append(args) or write(*args))
+    capped = TokenizerConfig(kind=kind, vocab_size=600, pretokenizer="basic", max_memory_mb=1)  # type: ignore[arg-type]
     assert train_tokenizer(capped, lines).hash == expected
     assert len(spilled) > 3 and len({path for path, _ in spilled}) > 3
 
@@ -155,7 +156,7 @@ def test_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file = tmp_path / "a.txt"
     file.write_text(MIXED, encoding="utf-8", newline="")
     whole = train_tokenizer(TokenizerConfig(vocab_size=700), [MIXED])
-    monkeypatch.setattr("plume.text.training.BLOCK_CHARACTERS", 2000)
+    monkeypatch.setattr("plume.text.tokenizer_training.BLOCK_CHARACTERS", 2000)
     assert len(list(read_blocks(file))) > 5 and "".join(read_blocks(file)) == MIXED
     saved = train_command([file], tmp_path / "out", TokenizerConfig(vocab_size=700))
     assert saved.hash == whole.hash == load_tokenizer(tmp_path / "out").hash

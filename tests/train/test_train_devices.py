@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from plume.train import devices
-from plume.train.ranks import CPU
+from plume.train.distribute import CPU
+from plume.util import devices
 
 
 @pytest.mark.parametrize(

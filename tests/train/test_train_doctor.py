@@ -5,10 +5,10 @@ import json
 import psutil
 import pytest
 
-from plume.cli import main
+from plume.cli.main import main
 from plume.train import doctor
+from plume.train.distribute import CPU, Ranks
 from plume.train.doctor import NUMBERS, Health, diagnose, show_diagnosis, time_all_reduce
-from plume.train.ranks import CPU, Ranks
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,10 +18,12 @@ import torch.nn.functional as F
 from toys import TINY, ToyRows, toy_trainer, weights_of
 
 from plume.config import TrainConfig, UserError
-from plume.heads import Model
-from plume.train.loop import NonFinite, Trainer
-from plume.train.objectives import TensorBatch, objective_called
-from plume.train.runs import read_metrics
+from plume.model.heads import Model
+from plume.model.loss import TensorBatch
+from plume.train.distribute import Ranks
+from plume.train.loop import NonFiniteError, Trainer
+from plume.train.objectives import objective_called
+from plume.util.run_folder import read_metrics
 
 CONFIG = TrainConfig(steps=8, batch=8, lr=1e-2, log_every=1, validate_every=4, warmup_steps=2, keep_best=False)
 
@@ -61,20 +64,20 @@ def test_the_loss_is_the_mean_over_all_targets_of_the_batch(tmp_path: Path) -> N
 def test_resumed_is_uninterrupted(tmp_path: Path, optimizer: Any, dropout: float) -> None:
     """Stopped twice, at steps that are no log or validation steps, and resumed each time by a new process' worth."""
     config = replace(
-        CONFIG, steps=11, log_every=3, optimizer=optimizer, batch_start=2, ramp_steps=6, checkpoint_every=1
+        CONFIG, steps=11, log_every=3, optimizer=optimizer, batch_start=2, batch_ramp_steps=6, checkpoint_every=1
     )
     model = replace(TINY, dropout=dropout)
 
     def trainer(folder: str, config: TrainConfig = config) -> Trainer:
         torch.manual_seed(5)
-        return toy_trainer(tmp_path / folder, config, model=Model(model, "pretraining"))
+        return toy_trainer(tmp_path / folder, config, model=Model(model, "pretraining"), bytes_per_token=2.5)
 
     whole = trainer("whole")
     whole.run(resume=False)
     for until in (4, 7):
         cut = trainer("cut")
         cut.task = replace(
-            cut.task, before_step=lambda step, cut=cut, until=until: setattr(cut, "asked", step >= until)
+            cut.task, before_step=lambda step, cut=cut, until=until: setattr(cut, "stop_requested", step >= until)
         )
         assert not cut.run(resume=True).finished
     last = trainer("cut")
@@ -86,7 +89,7 @@ def test_resumed_is_uninterrupted(tmp_path: Path, optimizer: Any, dropout: float
         [{k: v for k, v in row.items() if k not in strip} for row in read_metrics(tmp_path / name)]
         for name in ("whole", "cut")
     ]
-    assert rows[0] == rows[1]
+    assert rows[0] == rows[1] and any("validation_bits_per_byte" in row for row in rows[0])
 
 
 def flip(path: Path) -> None:
@@ -98,12 +101,12 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda folder: flip(next(folder.glob("*.distcp"))),
-        lambda folder: flip(folder / ".metadata"),
+        lambda folder: flip(next(folder.glob("*.safetensors"))),
+        lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04."),
         lambda folder: flip(folder / "manifest.json"),
-        lambda folder: os.truncate(next(folder.glob("*.distcp")), 1000),
+        lambda folder: os.truncate(next(folder.glob("*.safetensors")), 1000),
         lambda folder: os.truncate(folder / "manifest.json", 10),
-        lambda folder: next(folder.glob("*.distcp")).unlink(),
+        lambda folder: next(folder.glob("*.safetensors")).unlink(),
         lambda folder: (folder / "manifest.json").unlink(),
         lambda folder: (folder / "manifest.json").write_text("[]"),
     ],
@@ -118,7 +121,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     again = toy_trainer(tmp_path / "cut", CONFIG)
     again.run(resume=True)
     said = capsys.readouterr().err
-    assert "step-00000008 is damaged" in said and "going on from step 4" in said
+    assert "skipping corrupt checkpoint step-00000008" in said and "resuming from step 4" in said
     assert_same_weights(whole, again)
 
 
@@ -129,7 +132,7 @@ def test_all_damaged_starts_again(tmp_path: Path, capsys: pytest.CaptureFixture[
         manifest.write_text("")
     again = toy_trainer(tmp_path, CONFIG)
     again.run(resume=True)
-    assert "starting from the beginning" in capsys.readouterr().err
+    assert "starting from scratch" in capsys.readouterr().err
     assert_same_weights(whole, again)
 
 
@@ -150,17 +153,17 @@ def test_what_is_asked_for_when_a_run_goes_on_holds(tmp_path: Path) -> None:
     toy_trainer(tmp_path, config).run(resume=False)
     smaller = toy_trainer(tmp_path, replace(config, steps=8, micro_batch=2))
     smaller.run(resume=True)
-    assert smaller.feed.micro_batch == 2
+    assert smaller.microbatches.micro_batch == 2
     same = toy_trainer(tmp_path, replace(config, steps=10, micro_batch=2))
-    same.feed.micro_batch = 7
+    same.microbatches.micro_batch = 7
     same.restore()
-    assert same.feed.micro_batch == 2
+    assert same.microbatches.micro_batch == 2
 
 
 def test_a_best_checkpoint_that_is_damaged_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = replace(CONFIG, validate_every=2, checkpoint_every=2, keep_best=True)
     scores = iter([1.0, 2.0, 3.0, 4.0])
-    trainer = toy_trainer(tmp_path, config, judge=lambda model: next(scores))
+    trainer = toy_trainer(tmp_path, config, evaluate=lambda model: next(scores))
     choose = trainer.choose_weights
 
     def damaged() -> None:
@@ -169,13 +172,13 @@ def test_a_best_checkpoint_that_is_damaged_is_not_loaded(tmp_path: Path, capsys:
 
     trainer.choose_weights = damaged  # type: ignore[method-assign]
     trainer.run(resume=False)
-    assert "were the best, but are damaged" in capsys.readouterr().err
+    assert "is corrupt; keeping the last weights" in capsys.readouterr().err
 
 
 def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     config = replace(CONFIG, steps=12, validate_every=2, checkpoint_every=2, keep_last=2, keep_best=True)
     scores = iter([5.0, 1.0, 4.0, 3.0, 2.0, 6.0])
-    trainer = toy_trainer(tmp_path, config, judge=lambda model: next(scores))
+    trainer = toy_trainer(tmp_path, config, evaluate=lambda model: next(scores))
     outcome = trainer.run(resume=False)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step-00000004",
@@ -191,7 +194,7 @@ def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
 def test_only_what_would_be_kept_is_called_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scores = iter([2.0, 1.0, 1.0, 3.0])
     config = replace(CONFIG, validate_every=2, keep_best=True)
-    outcome = toy_trainer(tmp_path, config, judge=lambda model: next(scores)).run(resume=False)
+    outcome = toy_trainer(tmp_path, config, evaluate=lambda model: next(scores)).run(resume=False)
     called = [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if "(best)" in line]
     assert called == ["step 2", "step 4"] and outcome.best_step == 4
 
@@ -199,7 +202,7 @@ def test_only_what_would_be_kept_is_called_best(tmp_path: Path, capsys: pytest.C
 def test_patience(tmp_path: Path) -> None:
     scores = iter([3.0, 2.0, 2.5, 2.5, 2.5, 2.5])
     config = replace(CONFIG, steps=12, validate_every=2)
-    trainer = toy_trainer(tmp_path, config, judge=lambda model: next(scores), patience=2)
+    trainer = toy_trainer(tmp_path, config, evaluate=lambda model: next(scores), patience=2)
     outcome = trainer.run(resume=False)
     assert outcome.finished and outcome.step == 8
 
@@ -226,7 +229,7 @@ def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path: Path) -> Non
     trainer = toy_trainer(tmp_path, CONFIG, objective=objective, train=Spoiled(CONFIG))
     before: dict[str, torch.Tensor] = {}
     trainer.task = replace(trainer.task, before_step=lambda step: before.update(weights_of(trainer)))
-    with pytest.raises(NonFinite, match=r"loss is not finite at step 5 \(batch 5, 8 sequences"):
+    with pytest.raises(NonFiniteError, match=r"loss is not finite at step 5 \(batch 5, 8 sequences"):
         trainer.run(resume=False)
     after = weights_of(trainer)
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -257,7 +260,7 @@ def test_out_of_memory_halves_the_micro_batch(
     toy_trainer(tmp_path / "whole", replace(CONFIG, micro_batch=2)).run(resume=False)
     trainer = toy_trainer(tmp_path / "starved", replace(CONFIG, micro_batch=8), objective=objective)
     trainer.run(resume=False)
-    assert "out of memory at step 0: now 2 sequences at a time" in capsys.readouterr().err
+    assert "out of memory at step 0: micro_batch reduced to 2" in capsys.readouterr().err
     assert losses(tmp_path / "starved") == losses(tmp_path / "whole") and set(sizes[:4]) == {2}
 
 
@@ -270,6 +273,37 @@ def test_out_of_memory_with_one_sequence_says_what_to_do(tmp_path: Path) -> None
     objective.totals = starved  # type: ignore[method-assign]
     with pytest.raises(UserError, match=r"one sequence at a time.*activation_checkpointing=true"):
         toy_trainer(tmp_path, CONFIG, objective=objective).run(resume=False)
+
+
+@pytest.mark.parametrize(
+    ("micro", "replicas", "told"),
+    [
+        (8, 1, "with micro_batch=8 (CUDA out of memory.); resume with micro_batch=4, which is --train.micro-batch"),
+        (8, 2, "with micro_batch=4 (CUDA out of memory.); resume with micro_batch=2,"),  # a rank has four rows
+        (3, 2, "with micro_batch=3 (CUDA out of memory.); resume with micro_batch=1,"),
+        (1, 2, "with one sequence at a time (CUDA out of memory.); train.activation_checkpointing=true needs less"),
+    ],
+)
+def test_out_of_memory_among_many_ranks_names_the_rank_and_the_value_to_resume_with(
+    tmp_path: Path, micro: int, replicas: int, told: str
+) -> None:
+    """The others are in the middle of the step, so it is not repeated; with one sequence no value would help."""
+    objective = objective_called("masked-next-sentence")
+    tries = []
+
+    def starved(model: Any, batch: Any) -> torch.Tensor:
+        tries.append(len(batch.tokens))
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    objective.totals = starved  # type: ignore[method-assign]
+    trainer = toy_trainer(tmp_path, replace(CONFIG, micro_batch=micro), objective=objective)
+    trainer.microbatches.ranks = Ranks(rank=3, size=4)
+    trainer.microbatches.distributed = replace(trainer.distributed, replicas=replicas)
+    before = weights_of(trainer)
+    with pytest.raises(UserError, match=re.escape(f"rank 3 ran out of memory at step 0 {told}")):
+        trainer.run(resume=False)
+    assert len(tries) == 1 and trainer.microbatches.micro_batch == micro
+    assert all(torch.equal(before[name], tensor) for name, tensor in weights_of(trainer).items())
 
 
 def test_other_errors_are_not_taken_for_memory(tmp_path: Path) -> None:
@@ -311,7 +345,7 @@ def test_a_disk_that_is_full_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise OSError(28, "No space left on device")
 
     trainer = toy_trainer(tmp_path, CONFIG)
-    monkeypatch.setattr("plume.train.checkpoint.save_tensors", full)
+    monkeypatch.setattr("plume.train.checkpoint.write_rank_file", full)
     with pytest.raises(UserError, match=r"step 4 could not be written.*No space left.*MB are free there.*--resume"):
         trainer.run(resume=False)
     assert not any((tmp_path / "checkpoints").iterdir())
@@ -324,7 +358,7 @@ def test_a_file_that_cannot_grow_is_told_by_its_cause(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
-        with pytest.raises(UserError, match=r"could not be written to (?!.*CheckpointException).*; the ones before"):
+        with pytest.raises(UserError, match=r"could not be written to .*File too large.*; earlier checkpoints"):
             trainer.run(resume=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -332,11 +366,11 @@ def test_a_file_that_cannot_grow_is_told_by_its_cause(tmp_path: Path) -> None:
 
 
 def test_sanity_gate_tells_when_nothing_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    toy_trainer(tmp_path / "bad", replace(CONFIG, lr=1e-9), floor=1.0).run(resume=False)
+    toy_trainer(tmp_path / "bad", replace(CONFIG, lr=1e-9), unigram_loss=1.0).run(resume=False)
     assert "token frequencies alone give 1.000" in capsys.readouterr().err
-    toy_trainer(tmp_path / "short", replace(CONFIG, steps=2, log_every=2), floor=1.0).run(resume=False)
+    toy_trainer(tmp_path / "short", replace(CONFIG, steps=2, log_every=2), unigram_loss=1.0).run(resume=False)
     assert "token frequencies" not in capsys.readouterr().err  # one line shows no trend
-    toy_trainer(tmp_path / "good", CONFIG, floor=100.0).run(resume=False)
+    toy_trainer(tmp_path / "good", CONFIG, unigram_loss=100.0).run(resume=False)
     assert "token frequencies" not in capsys.readouterr().err
 
 
@@ -374,10 +408,10 @@ def test_wandb_gets_the_numbers_and_a_missing_package_is_told(tmp_path: Path, mo
         def finish(self) -> None:
             logged.append((-1, {}))
 
-    monkeypatch.setattr("plume.train.progress.find_spec", lambda name: None)
+    monkeypatch.setattr("plume.train.training_log.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"train.wandb=true needs the package wandb: pip install .plume-lm.track.."):
         toy_trainer(tmp_path / "a", replace(CONFIG, wandb=True))
-    monkeypatch.setattr("plume.train.progress.find_spec", lambda name: name)
+    monkeypatch.setattr("plume.train.training_log.find_spec", lambda name: name)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **more: Run()))
     toy_trainer(tmp_path / "b", replace(CONFIG, wandb=True)).run(resume=False)
     assert [row["loss"] for _, row in logged if "loss" in row] == losses(tmp_path / "b") and logged[-1][0] == -1
@@ -386,20 +420,20 @@ def test_wandb_gets_the_numbers_and_a_missing_package_is_told(tmp_path: Path, mo
 def test_reading_ahead_changes_nothing(tmp_path: Path) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    config = replace(CONFIG, micro_batch=3, batch_start=2, ramp_steps=4)
+    config = replace(CONFIG, micro_batch=3, batch_start=2, batch_ramp_steps=4)
     plain, ahead = toy_trainer(tmp_path / "a", config), toy_trainer(tmp_path / "b", config)
-    with ThreadPoolExecutor(1) as ahead.feed.reader:
+    with ThreadPoolExecutor(1) as ahead.microbatches.reader:
         ahead.run(resume=False)
     plain.run(resume=False)
-    assert ahead.feed.ahead is not None and ahead.feed.ahead[0] == (7, 3)
+    assert ahead.microbatches.ahead is not None and ahead.microbatches.ahead[0] == (7, ahead.microbatches.limit)
     assert_same_weights(plain, ahead)
 
 
 def test_more_ranks_than_sequences_is_told(tmp_path: Path) -> None:
     trainer = toy_trainer(tmp_path, CONFIG)
-    trainer.feed.distributed = replace(trainer.distributed, replicas=16)
+    trainer.microbatches.distributed = replace(trainer.distributed, replicas=16)
     with pytest.raises(UserError, match=r"batch of 8 sequences cannot be shared by 16 ranks; batch=16 can"):
-        trainer.feed.share(8)
+        trainer.microbatches.share(8, 8)
 
 
 @pytest.mark.parametrize(("rows", "replicas", "micro"), [(8, 1, 3), (7, 2, 2), (5, 4, 1), (64, 4, 64), (9, 3, 1)])
@@ -407,8 +441,63 @@ def test_shares_make_the_whole_and_are_equally_many(tmp_path: Path, rows: int, r
     trainer = toy_trainer(tmp_path, replace(CONFIG, micro_batch=micro))
     shares = []
     for replica in range(replicas):
-        trainer.feed.distributed = replace(trainer.distributed, replicas=replicas, replica=replica)
-        shares.append(trainer.feed.share(rows))
+        trainer.microbatches.distributed = replace(trainer.distributed, replicas=replicas, replica=replica)
+        shares.append(trainer.microbatches.share(rows, micro))
     assert len({len(share) for share in shares}) == 1
     covered = sorted(row for share in shares for first, count in share for row in range(first, first + count))
     assert covered == list(range(rows))
+
+
+class Widths(ToyRows):
+    """Rows of a source and a target, padded to the longest of their part; long ones from step 5 on."""
+
+    def rows(self, step: int) -> int:
+        return 64
+
+    def part(self, step: int, first: int, rows: int) -> Any:
+        lengths = [(8 if step < 5 else 32) - (first + i) % 4 for i in range(rows)]
+        sources = [2 * length for length in lengths]
+        return SimpleNamespace(
+            tokens=torch.zeros(rows, max(lengths)),
+            lengths=torch.tensor(lengths),
+            source=torch.zeros(rows, max(sources)),
+        )
+
+
+def test_automatic_micro_batches_count_source_and_target_at_the_longest_row(tmp_path: Path) -> None:
+    for replicas in (1, 2):
+        micro = toy_trainer(tmp_path, CONFIG, train=Widths(CONFIG)).microbatches
+        micro.tokens = 480
+        for step, width in ((0, 24), (4, 24), (5, 96), (7, 96)):
+            counts = []
+            for replica in range(replicas):
+                micro.distributed = replace(micro.distributed, replicas=replicas, replica=replica)
+                parts = micro.load(step)
+                counts.append(len(parts))
+                assert all(part.tokens.numel() + part.source.numel() <= 480 for _, part in parts)
+                assert max(len(part.tokens) for _, part in parts) > 480 // width // 2  # not smaller than it must be
+            assert len(set(counts)) == 1  # ranks wait for each other in every micro-batch
+
+
+def test_each_phase_has_its_own_automatic_micro_batch(tmp_path: Path) -> None:
+    class Phases(ToyRows):
+        def part(self, step: int, first: int, rows: int) -> Any:
+            return SimpleNamespace(tokens=torch.zeros(rows, 128 if step < 3 else 512))
+
+    micro = toy_trainer(tmp_path, replace(CONFIG, batch=64), train=Phases(replace(CONFIG, batch=64))).microbatches
+    micro.tokens = 2048
+    assert [max(len(part.tokens) for _, part in micro.load(step)) for step in (0, 2, 3, 6)] == [16, 16, 4, 4]
+
+
+def test_what_dropout_depends_on(tmp_path: Path) -> None:
+    """As docs/train.md says: on seed, step and micro-batches; without dropout on none of the latter two."""
+
+    def run(name: str, dropout: float, micro: int) -> list[float]:
+        torch.manual_seed(0)
+        model = Model(replace(TINY, dropout=dropout), "pretraining")
+        toy_trainer(tmp_path / name, replace(CONFIG, micro_batch=micro), model=model).run(resume=False)
+        return losses(tmp_path / name)
+
+    assert run("a", 0.0, 8) == pytest.approx(run("b", 0.0, 2), abs=1e-5)
+    assert run("c", 0.2, 4) == run("d", 0.2, 4)
+    assert run("e", 0.2, 8) != pytest.approx(run("f", 0.2, 2), abs=1e-4)

@@ -1,5 +1,6 @@
 """Losses against torch's own and transformers', values and gradients."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,12 @@ import torch.nn.functional as F
 from families import TRANSFORMER, random_model, random_pair
 from torch import Tensor
 
+from plume.config import PRESETS
 from plume.data import IGNORE
-from plume.train.objectives import TensorBatch, objective_called, token_loss
+from plume.hf import load_model, save_model
+from plume.model.heads import Model
+from plume.model.loss import TensorBatch, token_loss
+from plume.train.objectives import objective_called
 
 
 def plain_loss(features: Tensor, table: Tensor, targets: Tensor, bias: Tensor | None, smoothing: float) -> Tensor:
@@ -134,3 +139,90 @@ def test_translation_loss_is_torchs_with_label_smoothing() -> None:
     plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE)
     mean = objective.totals(model.eval(), batch) / objective.counts(batch)
     torch.testing.assert_close(mean[0], plain, rtol=1e-5, atol=1e-5)  # measuring never smooths
+
+
+@pytest.mark.parametrize(
+    ("preset_name", "positions"),
+    [("gpt2", 0.01), ("openai-gpt", 0.02), ("bert-tiny", 0.02), ("roberta-base", 0.02)],  # as the released code draws
+)
+def test_first_weights_of_position_tables(preset_name: str, positions: float) -> None:
+    config = replace(PRESETS[preset_name], layers=1, width=128, heads=2, vocab_size=500)
+    torch.manual_seed(0)
+    embed = Model(config, "bare").body.embed
+    assert float(embed.positions.weight.detach().std()) == pytest.approx(positions, rel=0.05)
+    assert float(embed.tokens.weight.detach().std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_sinusoids_do_not_hide_the_tokens() -> None:
+    """Token vectors and sinusoids of the Transformer-Decoder are of one size, as in the paper's code."""
+    config = replace(PRESETS["transformer-decoder"], layers=1, vocab_size=500, context=64, dropout=0.0)
+    torch.manual_seed(0)
+    embed = Model(config).body.embed
+    tokens = embed.tokens(torch.arange(64)) * embed.scale
+    assert 0.7 < float(tokens.detach().std() / embed.waves.std()) < 2.0
+
+
+def test_a_scaled_decoder_comes_back_from_its_folder(tmp_path) -> None:
+    shape = {"layers": 2, "width": 32, "heads": 2, "vocab_size": 50, "context": 16, "dropout": 0.0}
+    config = replace(PRESETS["transformer-decoder"], **shape)
+    model = Model(config).eval()
+    save_model(model, tmp_path / "model")
+    again = load_model(tmp_path / "model")
+    assert again.config == config
+    tokens = torch.randint(0, 50, (2, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("rows", "bias"), [(12, True), (16, False)])
+def test_a_split_token_table_has_the_loss_and_gradients_of_a_whole_one(
+    monkeypatch: pytest.MonkeyPatch, smoothing: float, rows: int, bias: bool
+) -> None:
+    """Two threads as two ranks, against torch's cross-entropy; of 16 rows the second rank's last five pad 11 tokens."""
+    import threading
+
+    from plume.train import split_vocabulary
+
+    torch.manual_seed(0)
+    features, table, shift = torch.randn(9, 6), torch.randn(rows, 6), torch.randn(11)
+    targets = torch.randint(0, 11, (9,)).index_fill(0, torch.tensor([2]), -100)
+    wanted = [tensor.clone().requires_grad_() for tensor in (features, table, shift)]
+    logits = wanted[0] @ wanted[1][:11].T + (wanted[2] if bias else 0.0)
+    expected = torch.nn.functional.cross_entropy(
+        logits, targets, reduction="sum", label_smoothing=smoothing, ignore_index=-100
+    )
+    (3 * expected).backward()
+    meet, slots, results = threading.Barrier(2), [torch.empty(0)] * 2, {}
+
+    def all_reduce(tensor: torch.Tensor, op: object = None, *, group: int) -> None:
+        slots[group] = tensor.clone()
+        meet.wait()
+        both = torch.stack(slots)
+        meet.wait()
+        tensor.copy_(both.amax(dim=0) if op is not None else both.sum(dim=0))
+
+    def rank(number: int) -> None:
+        half = rows // 2
+        mine = [features.clone(), table[number * half :][:half].clone(), shift.clone()]
+        x, part, b = (tensor.requires_grad_() for tensor in mine)
+        loss = split_vocabulary.SplitLoss.apply(
+            x, part, b if bias else None, targets, number * half, 11, smoothing, number
+        )
+        (3 * loss).backward()
+        results[number] = loss.detach(), x.grad, part.grad, b.grad
+
+    monkeypatch.setattr(split_vocabulary.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(split_vocabulary, "CHUNK_NUMBERS", 24)  # several chunks
+    threads = [threading.Thread(target=rank, args=(number,)) for number in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in (0, 1):
+        loss, x, _, b = results[number]
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(x, wanted[0].grad, rtol=1e-5, atol=1e-5)
+        if bias:
+            torch.testing.assert_close(b, wanted[2].grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([results[0][2], results[1][2]]), wanted[1].grad, rtol=1e-5, atol=1e-5)

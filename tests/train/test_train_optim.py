@@ -8,7 +8,7 @@ from families import FAMILIES, random_model
 from torch import nn
 
 from plume.config import TrainConfig, UserError
-from plume.heads import Model
+from plume.model.heads import Model
 from plume.train.optim import Muon, Optimizers, batch_rows, orthogonalise, rate, rows_before, total_norm
 
 
@@ -107,15 +107,15 @@ def rates(config: TrainConfig) -> list[float]:
 
 
 def test_cosine_and_linear() -> None:
-    cosine = rates(TrainConfig(steps=101, warmup_steps=0, schedule="cosine", final_lr_share=0.1))
+    cosine = rates(TrainConfig(steps=101, warmup_steps=0, schedule="cosine", final_lr_ratio=0.1))
     assert cosine[0] == 1.0 and cosine[50] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 50 / 101)))
-    linear = rates(TrainConfig(steps=100, warmup_steps=20, schedule="linear", final_lr_share=0.0))
+    linear = rates(TrainConfig(steps=100, warmup_steps=20, schedule="linear", final_lr_ratio=0.0))
     assert linear[:20] == pytest.approx([(s + 1) / 21 for s in range(20)])
     assert linear[20] == 1.0 and linear[60] == pytest.approx(0.5)
 
 
 def test_gpt3_decays_over_a_part_and_then_stays() -> None:
-    config = TrainConfig(steps=300, warmup_steps=0, schedule="cosine", final_lr_share=0.1, decay_steps=260)
+    config = TrainConfig(steps=300, warmup_steps=0, schedule="cosine", final_lr_ratio=0.1, decay_steps=260)
     assert rate(259, config) > 0.1 and rate(260, config) == pytest.approx(0.1) == rate(299, config)
 
 
@@ -129,14 +129,14 @@ def test_the_transformers_rate_is_the_papers() -> None:
 
 
 def test_constant_then_decay() -> None:
-    config = TrainConfig(steps=100, schedule="constant-then-decay", cooldown_share=0.2, final_lr_share=0.0)
+    config = TrainConfig(steps=100, schedule="constant-then-decay", cooldown_fraction=0.2, final_lr_ratio=0.0)
     assert (
         rate(80, config) == 1.0 and rate(90, config) == pytest.approx(0.5) and rate(99, config) == pytest.approx(0.05)
     )
 
 
 def test_the_batch_grows_and_no_sample_is_used_twice() -> None:
-    config = TrainConfig(steps=50, batch=32, batch_start=4, ramp_steps=20)
+    config = TrainConfig(steps=50, batch=32, batch_start=4, batch_ramp_steps=20)
     sizes = [batch_rows(step, config) for step in range(50)]
     assert sizes[0] == 4 and sizes[10] == 18 and sizes[20:] == [32] * 30 and sizes == sorted(sizes)
     assert [rows_before(step, config) for step in range(50)] == [sum(sizes[:step]) for step in range(50)]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 import torch
 from families import open_in_transformers
 
-from plume.cli import main
+from plume.cli.main import main
 from plume.config import PretrainConfig, UserError, build, read_recipe, with_overrides
-from plume.heads import Model
-from plume.train.pretrain import entropy, pretrain
-from plume.train.runs import differences_of, find_runs, plot_runs, read_metrics, read_run, to_toml, write_recipe
-from plume.weights import load_model
+from plume.data import IGNORE
+from plume.hf import load_model
+from plume.model.heads import Model
+from plume.text import load_tokenizer
+from plume.train.pretrain import entropy, pretrain, validation_batches
+from plume.util.run_folder import differences_of, find_runs, plot_runs, read_metrics, read_run, to_toml, write_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 WORDS = ["red", "green", "blue", "seven", "eight", "apple", "pear", "house", "river", "stone", "bird", "fish"]
@@ -55,7 +58,7 @@ def small(recipe: str, place: Path, **more: str) -> PretrainConfig:
         "data.folder": str(place / "data"),
         "data.workers": "1",
         "data.documents": "line",
-        "data.validation_share": "0.1",
+        "data.validation_fraction": "0.1",
         "data.tokenizer.vocab_size": "300",
         "model.layers": "2",
         "model.width": "64",
@@ -71,7 +74,7 @@ def small(recipe: str, place: Path, **more: str) -> PretrainConfig:
     if recipe == "transformer-laptop":
         overrides |= {"data.targets": json.dumps([str(capitals)]), "model.decoder_layers": "2"}
     if recipe == "gpt-laptop":
-        overrides |= {"data.tokenizer.words": "basic"}
+        overrides |= {"data.tokenizer.pretokenizer": "basic"}
     return build(PretrainConfig, with_overrides(read_recipe(RECIPES / f"{recipe}.toml"), {**overrides, **more}))
 
 
@@ -112,7 +115,7 @@ def test_a_laptop_recipe_learns_and_opens_in_transformers(recipe: str, tmp_path:
 def test_a_run_is_not_overwritten_unless_asked_and_goes_on_when_asked(tmp_path: Path) -> None:
     config = small("gpt2-char", tmp_path, **{"train.steps": "4", "train.checkpoint_every": "2"})
     pretrain(config)
-    with pytest.raises(UserError, match="holds a run already; --resume goes on with it, --overwrite replaces it"):
+    with pytest.raises(UserError, match="already contains a run; --resume continues it, --overwrite replaces it"):
         pretrain(config)
     table = json.loads(json.dumps(_table(config)))
     longer = build(PretrainConfig, with_overrides(table, {"train.steps": "6", "resume": "true"}))
@@ -135,11 +138,11 @@ def test_a_run_is_replaced_only_when_its_successor_can_begin(tmp_path: Path) -> 
     config = small("gpt2-char", tmp_path, **{"train.steps": "2"})
     kept = pretrain(config).model / "model.safetensors"
     before = kept.read_bytes(), (config.folder / "recipe.toml").read_bytes()
-    other = replace(config, overwrite=True, data=replace(config.data, validation_share=0.3))
-    with pytest.raises(UserError, match=r"holds data prepared from other texts.*--data\.overwrite of a run"):
-        pretrain(other)
+    other = replace(config, overwrite=True, data=replace(config.data, validation_fraction=0.3))
+    with pytest.raises(UserError, match="nowhere"):
+        pretrain(replace(other, data=replace(other.data, paths=(str(tmp_path / "nowhere.txt"),))))
     assert (kept.read_bytes(), (config.folder / "recipe.toml").read_bytes()) == before
-    pretrain(replace(other, data=replace(other.data, overwrite=True)))
+    pretrain(other)
     assert kept.read_bytes() != before[0]
 
 
@@ -182,7 +185,7 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
         ({"objective.length": "999"}, "objective.length=999 is longer than model.context=32"),
         ({"train.step": "3"}, "there is no train.step; did you mean train.steps?"),
         ({"train.lr": "-1"}, "lr=-1.0 must be above 0"),
-        ({"train.average": "3"}, "average=3 needs keep_last=3"),
+        ({"train.average_checkpoints": "3"}, "average_checkpoints=3 needs keep_last=3"),
     ],
 )
 def test_wrong_recipes_are_told(tmp_path: Path, overrides: dict[str, str], message: str) -> None:
@@ -194,7 +197,9 @@ def test_average_of_checkpoints(tmp_path: Path) -> None:
     """Against the mean of the model folders of runs that ended at those steps."""
     settings = {"train.steps": "6", "train.checkpoint_every": "2", "train.keep_best": "false", "train.keep_last": "3"}
     settings |= {"train.schedule": "constant", "train.sample_every": "100"}
-    averaged = load_model(pretrain(small("gpt2-char", tmp_path, **settings, **{"train.average": "3"})).model)
+    averaged = load_model(
+        pretrain(small("gpt2-char", tmp_path, **settings, **{"train.average_checkpoints": "3"})).model
+    )
     expected = {name: torch.zeros_like(p) for name, p in averaged.named_parameters()}
     for steps in (2, 4, 6):
         more = {**settings, "train.steps": str(steps), "folder": str(tmp_path / f"run{steps}")}
@@ -237,6 +242,90 @@ def test_runs_are_listed_compared_and_plotted(tmp_path: Path, capsys: pytest.Cap
     assert plot_runs([tmp_path], tmp_path / "none.png") is None
 
 
+def measured_run(folder: Path, head: str, tokenizer: str, *, sum_of: dict[str, float], bits: float | None) -> None:
+    """A run as pretraining leaves it: a loss of these parts, and which tokenizer it is measured with."""
+    fake_run(folder, 5, 2.0)
+    loss, several = sum(sum_of.values()), len(sum_of) > 1
+    row = {"step": 1, "loss": loss} | (sum_of if several else {})
+    checked = {"step": 1, "validation_loss": loss + 0.5}
+    checked |= {f"validation_{name}": value + 0.25 for name, value in sum_of.items()} if several else {}
+    checked |= {} if bits is None else {"validation_bits_per_byte": bits}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(checked) + "\n")
+    (folder / "checkpoints" / "model").mkdir(parents=True)
+    about = {"head": head, "tokenizer_hash": tokenizer}
+    (folder / "checkpoints" / "model" / "plume.json").write_text(json.dumps(about))
+
+
+def shown_runs(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["runs", *words]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("how", [(), ("--compare",)])
+def test_losses_of_other_tokenizers_are_not_put_side_by_side_without_a_word(
+    how: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    measured_run(tmp_path / "letters", "next-token", "a", sum_of={"loss": 1.5}, bits=2.1875)
+    measured_run(tmp_path / "words", "next-token", "b", sum_of={"loss": 4.5}, bits=1.8125)
+    shown = shown_runs(capsys, str(tmp_path), *how)
+    assert "bits per byte" in shown and "2.1875" in shown and "1.8125" in shown
+    assert "different tokenizers: a token is not the same amount of text" in shown and "nats per token" in shown
+    measured_run(tmp_path / "bert", "pretraining", "b", sum_of={"masked": 3.5, "next_sentence": 0.625}, bits=None)
+    shown = shown_runs(capsys, str(tmp_path), *how)
+    assert "3.5000" in shown and "3.7500" in shown and "4.1250" not in shown and "4.6250" not in shown
+    assert "bert: the loss of masked tokens" in shown and "no bits per byte" in shown
+    same = shown_runs(capsys, str(tmp_path / "words"), str(tmp_path / "bert"), *how)
+    assert "different tokenizers" not in same and "bert: the loss of masked tokens" in same
+    fake_run(tmp_path / "old", 5, 2.0)  # says nothing of its tokenizer
+    assert "comparable" not in shown_runs(capsys, str(tmp_path / "words"), str(tmp_path / "old"), *how)
+    assert "comparable" not in shown_runs(capsys, str(tmp_path / "bert"), *how)
+
+
+def test_bits_per_byte_are_plotted_where_tokenizers_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr("plume.util.run_folder.save_figure", lambda figure, file: drawn.append(figure))
+    measured_run(tmp_path / "letters", "next-token", "a", sum_of={"loss": 1.5}, bits=2.1875)
+    measured_run(tmp_path / "bert", "pretraining", "b", sum_of={"masked": 3.5, "next_sentence": 0.625}, bits=None)
+    plot_runs([tmp_path / "letters", tmp_path / "bert"], tmp_path / "both.png")
+    bits, losses = drawn[0].axes
+    assert "bits per byte" in bits.get_ylabel() and [line.get_ydata().tolist() for line in bits.lines] == [[2.1875]]
+    assert sorted(line.get_ydata()[0] for line in losses.lines) == [1.5, 2.0, 3.5, 3.75]
+    assert "not comparable" in losses.get_title()
+    plot_runs([tmp_path / "bert"], tmp_path / "one.png")
+    assert len(drawn[1].axes) == 1 and drawn[1].axes[0].get_title() == ""
+
+
+@pytest.mark.parametrize("recipe", ["gpt2-laptop", "gpt2-char", "transformer-laptop", "bert-laptop"])
+def test_a_run_keeps_and_logs_bits_per_byte(recipe: str, tmp_path: Path) -> None:
+    """Against the bytes of the text of the validation rows; what a masked model predicts adds up to no text."""
+    settings = {"train.steps": "2", "train.validate_every": "1", "train.validation_rows": "8"}
+    config = small(recipe, tmp_path, **settings)
+    run, tokenizer = read_run(pretrain(config).folder), load_tokenizer(config.folder / "model")
+    (data,) = (path.parent for path in (tmp_path / "data").rglob("data.json"))
+    validation = validation_batches(config, tokenizer, data)
+    rows = [row for row in read_metrics(config.folder) if "validation_loss" in row]
+    assert len(rows) == 2 and validation is not None and run.tokenizer == tokenizer.hash
+    if recipe == "bert-laptop":
+        assert run.masked and run.bits_per_byte is None is run.bytes_per_token
+        assert not any("validation_bits_per_byte" in row for row in rows)
+        assert run.validation == min(row["validation_masked"] for row in rows) < rows[-1]["validation_loss"]
+        return
+    targets = validation.part(0, 0, 8).targets
+    predicted = targets[targets != IGNORE].tolist()
+    text = tokenizer.decode(predicted, skip_special=True)
+    for row in rows:
+        bits = row["validation_loss"] * len(predicted) / math.log(2) / len(text.encode())
+        assert row["validation_bits_per_byte"] == pytest.approx(bits)
+    assert run.bits_per_byte == min(row["validation_bits_per_byte"] for row in rows) and not run.masked
+    shutil.rmtree(config.folder / "checkpoints")  # the model folder says it too
+    assert (
+        read_run(config.folder).bytes_per_token
+        == run.bytes_per_token
+        == pytest.approx(len(text.encode()) / len(predicted))
+    )
+
+
 def test_runs_of_other_kinds_are_compared_with_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +350,7 @@ def test_runs_of_other_kinds_are_compared_with_their_own(
 
 def test_a_run_with_one_line_is_a_dot_at_a_whole_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr("plume.train.runs.save_figure", lambda figure, file: drawn.append(figure))
+    monkeypatch.setattr("plume.util.run_folder.save_figure", lambda figure, file: drawn.append(figure))
     fake_run(tmp_path / "short", 1, 2.0)
     (tmp_path / "short" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     plot_runs([tmp_path / "short"], tmp_path / "short.png")
@@ -271,8 +360,72 @@ def test_a_run_with_one_line_is_a_dot_at_a_whole_step(tmp_path: Path, monkeypatc
 
 
 def test_differences_are_told_in_words() -> None:
-    old, new = {"train": {"lr": 0.1}}, {"train": {"lr": 0.2, "clip": math.inf}}
+    old, new = {"train": {"lr": 0.1}}, {"train": {"lr": 0.2, "grad_clip": math.inf}}
     assert list(differences_of(old, new).values()) == [
-        "train.clip was 'unset' and is now inf",
+        "train.grad_clip was 'unset' and is now inf",
         "train.lr was 0.1 and is now 0.2",
     ]
+
+
+def resumed(config: PretrainConfig, **more: str) -> PretrainConfig:
+    return build(PretrainConfig, with_overrides(json.loads(json.dumps(_table(config))), {"resume": "true", **more}))
+
+
+@pytest.mark.parametrize(("setting", "value"), [("batch", "8"), ("seed", "7"), ("batch_start", "4")])
+def test_a_run_is_not_resumed_with_other_rows(setting: str, value: str, tmp_path: Path) -> None:
+    settings = {"train.steps": "2", "train.batch_ramp_steps": "4", "train.keep_best": "false"}
+    config = small("gpt2-char", tmp_path, **settings)
+    pretrain(config)
+    other = resumed(config, **{f"train.{setting}": value, "train.steps": "4"})
+    with pytest.raises(UserError, match=rf"train.{setting} was .*\n--allow-changes continues .* next unread row"):
+        pretrain(other)
+    assert pretrain(replace(other, allow_changes=True)).outcome.step == 4
+
+
+def test_another_batch_continues_after_the_rows_that_were_read(tmp_path: Path) -> None:
+    """Two steps of 16 rows, then steps of 8: rows 32 to 39 come next, not 16 to 23; also after one more resume."""
+    from plume.train.pretrain import TrainBatches
+
+    config = small("gpt2-char", tmp_path, **{"train.steps": "2", "train.keep_best": "false"})
+    pretrain(config)
+    taken: list[tuple[int, int]] = []
+    plain = TrainBatches.part
+
+    def part(self: TrainBatches, step: int, first: int, rows: int) -> Any:
+        taken.append((self.position(step) + first, rows))
+        return plain(self, step, first, rows)
+
+    changed = resumed(config, **{"train.batch": "8", "train.steps": "3", "allow_changes": "true"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainBatches, "part", part)
+        pretrain(changed)
+        assert taken[-1] == (32, 8)
+        pretrain(build(PretrainConfig, with_overrides(_table(changed), {"train.steps": "4", "allow_changes": "false"})))
+        assert taken[-1] == (40, 8)
+
+
+def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
+    config = small("gpt2-char", tmp_path, **{"train.steps": "2"})
+    pretrain(config)
+    (tmp_path / "plain.txt").write_text("red green blue. seven eight apple pear house river stone bird fish.\n" * 999)
+    other = resumed(config, **{"data.folder": str(tmp_path / "data2"), "train.steps": "3"})
+    with pytest.raises(UserError, match=r"data\.folder was"):
+        pretrain(other)
+    prepared = resumed(config, **{"prepared": str(tmp_path / "data2"), "train.steps": "3"})
+    from plume.data import prepare
+
+    prepare(other.data)
+    with pytest.raises(UserError, match=r"was trained on other data .*--allow-changes to continue"):
+        pretrain(prepared)
+    assert pretrain(replace(prepared, allow_changes=True)).outcome.step == 3
+
+
+def test_the_masked_loss_stands_beside_the_unigram_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """BERT's total has the next-sentence loss in it, which no token frequency knows."""
+    result = pretrain(small("bert-laptop", tmp_path, **{"train.steps": "4", "train.validate_every": "2"}))
+    best = [row for row in read_metrics(result.folder) if row.get("step") == result.outcome.best_step][-1]
+    masked, pairs = best["validation_masked"], best["validation_next_sentence"]
+    assert result.outcome.validation == pytest.approx(masked + pairs)
+    assert f"of masked tokens {masked:.4f} (token frequencies alone {result.unigram:.4f}" in result.summary()
+    assert f"next sentence {pairs:.4f}" in result.summary()
+    assert f"validation loss {masked + pairs:.4f}, masked {masked:.4f}" in capsys.readouterr().err

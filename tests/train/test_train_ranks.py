@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from plume.train.runs import read_metrics
+from plume.util.run_folder import read_metrics
 
 HERE = Path(__file__).parent
 JOBS = """
@@ -16,25 +16,32 @@ import json, sys
 sys.path.insert(0, {here!r})
 from pathlib import Path
 from dataclasses import replace
-from toys import toy_trainer
+from toys import pairs_trainer, toy_trainer
 from plume.config import TrainConfig
-from plume.train.ranks import join
+from plume.train.distribute import join
 
 with join("cpu") as ranks:
     for name, settings in json.loads(sys.argv[1]).items():
         resume = settings.pop("resume", False)
-        folder = Path(settings.pop("folder", name))
+        folder, shape = Path(settings.pop("folder", name)), settings.pop("shape", None)
         usual = dict(steps=20, batch=8, lr=1e-2, log_every=1, validate_every=10, warmup_steps=2)
         config = TrainConfig(**{{**usual, **settings}})
         if ranks.main:
             folder.mkdir(exist_ok=True)
         ranks.barrier()
-        toy_trainer(folder, config, ranks).run(resume=resume)
+        (pairs_trainer if "pairs" in name else toy_trainer)(folder, config, ranks, shape).run(resume=resume)
 """
 Jobs = dict[str, dict[str, object]]
+SPLIT: Jobs = {  # 32 rows for 31 tokens, so that ranks can share the token table
+    "table": {"shape": {"vocab_multiple": 4}, "label_smoothing": 0.1},
+    "output": {"shape": {"vocab_multiple": 4, "tie_embeddings": False}},
+    "tablepairs": {"shape": {"vocab_multiple": 4}, "label_smoothing": 0.1},
+}
 
 
-def torchrun(size: int, folder: Path, script: str, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def torchrun(
+    size: int, folder: Path, script: str, *words: str, check: bool = True, seconds: float = 280
+) -> subprocess.CompletedProcess[str]:
     (folder / "job.py").write_text(script)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)] if size > 1 else []
     done = subprocess.run(
@@ -42,7 +49,7 @@ def torchrun(size: int, folder: Path, script: str, *words: str, check: bool = Tr
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=seconds,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
     )
     assert not check or done.returncode == 0, done.stderr[-3000:]
@@ -61,14 +68,14 @@ def losses(folder: Path) -> list[float]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one process gives, for AdamW and for Muon."""
     folder = tmp_path_factory.mktemp("alone")
-    run_jobs(1, folder, {"adamw": {}, "muon": {"optimizer": "muon"}})
+    run_jobs(1, folder, {"adamw": {}, "muon": {"optimizer": "muon"}, "pairs": {}, **SPLIT})
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_same_losses_as_one_rank(size: int, alone: Path, tmp_path: Path) -> None:
-    """Copies and shards, accumulation 1 and 4 (masks are uneven), split matrices, checkpointing, both optimisers."""
+    """Copies and shards, accumulation 1 and 4 (masks are uneven), tensor parallel, both optimizers, two stacks."""
     micro = 8 // size  # one micro-batch a rank
     jobs: Jobs = {
         "ddp-1": {"strategy": "ddp", "micro_batch": micro},
@@ -79,10 +86,15 @@ def test_same_losses_as_one_rank(size: int, alone: Path, tmp_path: Path) -> None
         "muon-ddp": {"optimizer": "muon", "strategy": "ddp"},
         "muon-fsdp": {"optimizer": "muon", "strategy": "fsdp"},
         "muon-tensor": {"optimizer": "muon", "tensor_parallel": 2},
+        "pairs-ddp": {"strategy": "ddp"},
+        "pairs-fsdp": {"strategy": "fsdp"},
+        "pairs-tensor": {"tensor_parallel": 2, "activation_checkpointing": True},
+        **{f"{name}-tensor": {**settings, "tensor_parallel": 2} for name, settings in SPLIT.items()},
     }
     run_jobs(size, tmp_path, jobs)
     for name in jobs:
-        expected = losses(alone / ("muon" if name.startswith("muon") else "adamw"))
+        kind = name.split("-")[0]
+        expected = losses(alone / (kind if kind in ("muon", "pairs", *SPLIT) else "adamw"))
         assert len(expected) == 20
         assert losses(tmp_path / name) == pytest.approx(expected, abs=1e-5), name
 
@@ -94,12 +106,53 @@ def test_a_checkpoint_loads_with_another_number_of_ranks(alone: Path, tmp_path: 
     script = JOBS.format(here=str(HERE))
     for size, steps, strategy in ((2, 10, "fsdp"), (1, 15, "auto"), (4, 20, "ddp")):
         stopping = script.replace(
-            "toy_trainer(folder, config, ranks).run",
+            '(pairs_trainer if "pairs" in name else toy_trainer)(folder, config, ranks, shape).run',
             f"t = toy_trainer(folder, config, ranks); "
-            f"t.task = replace(t.task, before_step=lambda step: setattr(t, 'asked', step >= {steps - 1})); t.run",
+            f"stop = lambda step: setattr(t, 'stop_requested', step >= {steps - 1}); "
+            f"t.task = replace(t.task, before_step=stop); t.run",
         )
         torchrun(size, tmp_path, stopping, json.dumps({"run": {**half, "strategy": strategy, "resume": True}}))
     assert losses(tmp_path / "run") == pytest.approx(losses(alone / "adamw"), abs=1e-5)
+
+
+MUON = """
+import json, sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from toys import toy_trainer
+from plume.config import TrainConfig
+from plume.train import optim
+from plume.train.distribute import join
+
+plain, worked = optim.orthogonalise, []
+
+def counted(matrices, steps):
+    worked.append(len(matrices))
+    return plain(matrices, steps)
+
+optim.orthogonalise = counted
+with join("cpu") as ranks:
+    for strategy in ("ddp", "fsdp"):
+        worked.clear()
+        usual = dict(steps=20, batch=8, lr=1e-2, log_every=1, validate_every=10, warmup_steps=2)
+        trainer = toy_trainer(Path(strategy), TrainConfig(optimizer="muon", strategy=strategy, **usual), ranks)
+        trainer.run(resume=False)
+        matrices = len(trainer.optimizers.parts[1].state)
+        found = ranks.gather(sum(worked))
+        if ranks.main:
+            print("FOUND", json.dumps([strategy, matrices, found]))
+"""
+
+
+@pytest.mark.slow
+def test_each_matrix_is_orthogonalised_once_by_one_rank(alone: Path, tmp_path: Path) -> None:
+    """On three ranks, which cut 16 rows unevenly."""
+    out = torchrun(3, tmp_path, MUON.format(here=str(HERE))).stdout
+    lines = [json.loads(line.split("FOUND ")[1]) for line in out.splitlines() if "FOUND " in line]
+    assert [strategy for strategy, *_ in lines] == ["ddp", "fsdp"]
+    for strategy, matrices, found in lines:
+        assert sum(found) == 20 * matrices and max(found) - min(found) <= 20, (strategy, found)
+        assert losses(tmp_path / strategy) == pytest.approx(losses(alone / "muon"), abs=1e-5), strategy
 
 
 MEMORY = """
@@ -109,9 +162,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from toys import toy_trainer, TINY
 from plume.config import PlanConfig, TrainConfig
-from plume.heads import Model
+from plume.model.heads import Model
 from plume.plan import plan, plan_ranks
-from plume.train.ranks import join
+from plume.train.distribute import join
 
 local = lambda tensor: getattr(tensor, "to_local", lambda: tensor)().nbytes
 config = replace(TINY, width=64, heads=4, context=12, layers=3)
@@ -148,6 +201,127 @@ def test_the_plan_of_memory_is_what_ranks_really_hold(size: int, tmp_path: Path)
             assert found[kind] / found["weight"] == pytest.approx(
                 said[f"{kind}_bytes"] / said["weight_bytes"], rel=0.02
             )
+
+
+PRECISION = """
+import os
+from plume.train.distribute import join, shared_precision
+from plume.util import devices
+
+fast = 9.0 if os.environ["RANK"] == "1" else 0.5  # each rank measures something else
+devices.matmul_speed = lambda device, dtype: 1e9 * (fast if "bfloat16" in str(dtype) else 1.0)
+with join("cpu") as ranks:
+    own = devices.choose_precision(ranks.device, "auto").name
+    print("FOUND", ranks.rank, own, shared_precision(ranks, "auto").name)
+"""
+
+
+@pytest.mark.slow
+def test_the_main_rank_decides_the_precision(tmp_path: Path) -> None:
+    found = torchrun(2, tmp_path, PRECISION).stdout
+    assert "FOUND 0 float32 float32" in found and "FOUND 1 bfloat16 float32" in found
+
+
+GRADIENTS = """
+import sys, torch
+sys.path.insert(0, {here!r})
+from dataclasses import replace
+from pathlib import Path
+import toys
+from toys import TINY, toy_trainer
+from plume.config import TrainConfig
+from plume.model.heads import Model
+from plume.train.distribute import join
+from plume.util.devices import Precision
+
+def gradient(strategy, name):
+    train = TrainConfig(steps=1, batch=512, strategy=strategy, micro_batch=256)
+    torch.manual_seed(0)
+    toys.FLOAT32 = Precision(name, ranks.device, 1e9)
+    trainer = toy_trainer(Path("run"), train, ranks, model=Model(replace(TINY, width=64, heads=4), "pretraining"))
+    trainer.gradients()
+    grad = trainer.task.model.body.embed.tokens.weight.grad
+    return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).float().clone()
+
+with join("cpu") as ranks:
+    true = gradient("ddp", "float32")
+    errors = [float((gradient(s, "bfloat16") - true).norm() / true.norm()) for s in ("ddp", "fsdp")]
+    if ranks.main:
+        print("FOUND", *errors)
+"""
+
+
+@pytest.mark.slow
+def test_shards_sum_the_gradient_of_the_token_table_as_exactly_as_copies(tmp_path: Path) -> None:
+    out = torchrun(2, tmp_path, GRADIENTS.format(here=str(HERE))).stdout
+    copies, shards = map(float, next(line for line in out.splitlines() if "FOUND" in line).split()[1:])
+    assert 0 < shards < 2 * copies, (copies, shards)  # summed in bfloat16 it would be 4.6 times
+
+
+DYING = """
+import os, signal, sys, time
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from toys import toy_trainer
+from plume.config import TrainConfig, UserError
+from plume.train.distribute import join
+
+def die(step):
+    if step == 6 and os.environ["RANK"] == sys.argv[1]:
+        Path("died").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+try:
+    with join("cpu") as ranks:
+        config = TrainConfig(steps=10**6, batch=9, log_every=10**6, checkpoint_every=5, validate_every=10**6)
+        toy_trainer(Path("run"), config, ranks, before_step=die).run(resume=False)
+except UserError as error:
+    after = time.time() - float(Path("died").read_text())
+    print(f"SAID after {{after:.1f}} s: {{error}}", file=sys.stderr, flush=True)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dead", ["0", "1"])
+def test_a_dead_rank_is_named_once_with_the_way_to_resume(tmp_path: Path, dead: str) -> None:
+    done = torchrun(3, tmp_path, DYING.format(here=str(HERE)), dead, check=False)
+    said = [line for line in done.stderr.splitlines() if "SAID" in line]
+    assert len(said) == 1, done.stderr[-3000:]
+    assert f"rank {dead} died during step 6; the last checkpoint is of step 5. Resume with: torchrun" in said[0]
+    assert f"job.py {dead} --resume" in said[0]
+    assert float(said[0].split("after ")[1].split()[0]) < 30
+
+
+FULL = """
+import os, sys
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from toys import toy_trainer
+from plume.config import TrainConfig, UserError
+from plume.train import checkpoint
+from plume.train.distribute import join
+
+def full(*given):
+    raise OSError(28, "No space left on device")
+
+if os.environ["RANK"] == "1":
+    checkpoint.write_rank_file = full
+try:
+    with join("cpu") as ranks:
+        toy_trainer(Path("run"), TrainConfig(steps=8, batch=8, checkpoint_every=2), ranks).run(resume=False)
+except UserError as error:
+    print(f"SAID {{os.environ['RANK']}}: {{error}}", file=sys.stderr, flush=True)
+    sys.exit(2)
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_one_rank_ends_all_with_its_name(tmp_path: Path) -> None:
+    done = torchrun(2, tmp_path, FULL.format(here=str(HERE)), check=False)
+    said = [line for line in done.stderr.splitlines() if "SAID" in line]
+    assert said and all("(rank 1): [Errno 28] No space left on device" in line for line in said), done.stderr[-2000:]
+    assert all("continue with --resume" in line for line in said)
 
 
 DOCTOR = """

@@ -1,5 +1,7 @@
 // The one way to the server. A newer question of the same name cancels the older one.
 
+import { kept } from './store.js';
+
 export class ApiError extends Error {
   constructor(message, status, code) {
     super(message);
@@ -11,7 +13,7 @@ export class ApiError extends Error {
 export function createApi() {
   const running = new Map(),
     remembered = new Map();
-  let key = sessionStorage.getItem('plume-key');
+  let key = kept('sessionStorage', 'plume-key');
 
   const headers = () => ({ 'content-type': 'application/json', ...(key ? { authorization: `Bearer ${key}` } : {}) });
 
@@ -21,8 +23,8 @@ export function createApi() {
       throw error.name === 'AbortError' ? error : new ApiError('', 0); // nobody answers
     });
     if (answer.ok) return answer;
-    const said = await answer.json().catch(() => null);
-    throw new ApiError(said?.error?.message ?? answer.statusText, answer.status, said?.error?.code);
+    const problem = await answer.json().catch(() => null);
+    throw new ApiError(problem?.error?.message ?? answer.statusText, answer.status, problem?.error?.code);
   }
 
   function begin(name) {
@@ -35,7 +37,7 @@ export function createApi() {
   return {
     set key(value) {
       key = value;
-      sessionStorage.setItem('plume-key', value);
+      kept('sessionStorage', 'plume-key', value);
     },
 
     // resolves to undefined when a newer question took its place
@@ -79,9 +81,9 @@ export function createApi() {
               .join('\n');
             if (data === '[DONE]') return true;
             if (!data) continue;
-            const told = JSON.parse(data);
-            if (told.error) throw new ApiError(told.error.message, 500);
-            take(told);
+            const payload = JSON.parse(data);
+            if (payload.error) throw new ApiError(payload.error.message, 500);
+            take(payload);
           }
         }
       } catch (error) {

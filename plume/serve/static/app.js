@@ -1,35 +1,45 @@
 // The frame: header, text, one view (or two to compare), the side pane, keys and exports.
 
 import { createApi } from './api.js';
-import { createStore } from './store.js';
-import { asPng, fixed, h, save, snapshot } from './draw.js';
+import { createStore, explained, FRESH, kept } from './store.js';
+import { fixed, h, save } from './draw.js';
+import { beginning, lesson, ownWords } from './beginning.js';
+import { createTours } from './tours.js';
 import en from './words/en.js';
 import * as compare from './views/compare.js';
 import * as next from './views/next.js';
 
-const VIEWS = { next, write: null, surprise: null, attention: null, layers: null, masks: null, tokens: null, runs: null };
-const BEGINNINGS = {
-  robot:
-    'A robot may not injure a human being or, through inaction, allow a human being to come to harm. A robot must obey the orders given it by human beings because it',
-  unicorn:
-    'In a shocking finding, scientist discovered a herd of unicorns living in a remote, previously unexplored valley, in the Andes Mountains.',
-  story: 'Once upon a time, there was a little girl named Lily. She',
+const VIEWS = {
+  next,
+  write: null,
+  walk: null,
+  attention: null,
+  layers: null,
+  cause: null,
+  attribution: null,
+  surprise: null,
+  masks: null,
+  tokens: null,
+  runs: null,
 };
 const WAIT = 150;
 
 const $ = (id) => document.getElementById(id);
 const store = createStore(),
   api = createApi();
+for (const name of Object.keys(VIEWS)) if (api.views && !api.views.includes(name)) delete VIEWS[name]; // a saved page has fewer
 let words = en,
   models = [],
   shown = null,
   lastAnswer = null,
   facts = {},
+  asked = null, // the first screen's question, where it has one
   typing = 0,
   typedAt = 0;
 
 const t = (name, values = {}) => String(words[name] ?? name).replace(/\{(\w+)\}/g, (_, key) => values[key] ?? '');
 const modelCalled = (id) => models.find((model) => model.id === id);
+const tours = createTours({ box: $('tour'), store, t, models: () => models, views: Object.keys(VIEWS), language: () => (words === en ? 'en' : 'zh') });
 
 // ---- what a view is given
 
@@ -49,15 +59,19 @@ function contextFor(modelOf, suffix = '') {
       element.addEventListener('focus', show);
       return element;
     },
-    // asks; dims the old picture meanwhile; calls take when the answer is the newest
+    // asks; dims the old picture meanwhile; calls take when the answer is the newest and still about what is shown
     async ask(root, name, path, body, take) {
+      const about = () => JSON.stringify(explained(store.state, modelCalled(modelOf(store.state)))),
+        before = about();
       root.classList.add('waiting');
       try {
         const answer = await api.ask(name + suffix, path, body);
         if (answer === undefined) return;
         root.classList.remove('waiting');
+        if (about() !== before) return;
         lastAnswer = { question: { path, ...body }, answer };
         say('');
+        if (!suffix && answer.task_rows !== undefined) showRows(answer.task_rows);
         take(answer);
       } catch (error) {
         root.classList.remove('waiting');
@@ -65,18 +79,18 @@ function contextFor(modelOf, suffix = '') {
       }
     },
     fail,
-    report(told) {
+    report(found) {
       if (!suffix) {
-        facts = { ...facts, ...told };
+        facts = { ...facts, ...found };
         showFacts();
       }
     },
     data(value) {
       lastAnswer = value;
     },
-    // a token was chosen: ids, not letters, are what goes on
+    // a token was chosen: its id is kept, since the letters alone could be cut otherwise
     take(tokens, text) {
-      store.set({ ids: tokens.join('.'), text }, { push: true });
+      store.set({ ...FRESH, ids: tokens.join('.'), text }, { push: true });
     },
     adopt(answer) {
       if (store.state.ids && answer.text !== undefined && answer.text !== store.state.text && !suffix) store.set({ text: answer.text });
@@ -95,6 +109,7 @@ async function showView() {
   const name = store.state.view in VIEWS ? store.state.view : 'next',
     split = Boolean(store.state.other) && name !== 'runs' && name !== 'write';
   const module = await viewModule(name);
+  if (store.state.view !== name && store.state.view in VIEWS) return; // another one was chosen while this was loaded
   const key = `${name}/${split}/${words.language}`;
   if (shown?.key !== key) {
     shown?.module.unmount(shown.handle);
@@ -128,6 +143,7 @@ async function showView() {
   document.title = `${t(name)} · Plume`;
   showFacts();
   if (models.length || name === 'runs') shown.module.update(shown.handle, store.state);
+  tours.show(store.state);
 }
 
 function say(message, ...more) {
@@ -149,16 +165,21 @@ function fail(error) {
 
 function hints() {
   const { text } = store.state,
+    model = modelCalled(store.state.model),
     box = $('hint');
   box.classList.remove('warn');
   box.replaceChildren();
-  if (!text)
+  const button = (word, onclick) => h('button', { type: 'button', onclick }, word);
+  if (!text && model)
     box.append(
       t('beginnings'),
-      ...Object.entries(BEGINNINGS).map(([name, words]) => h('button', { type: 'button', onclick: () => setText(words) }, t(name))),
+      ...model.plume.prompts.map((prompt) => button(prompt, () => setText(prompt))),
+      ...(model.plume.generates ? [button(t('ownWords'), async () => offer(model, await ownWords(api, t, model)))] : []),
+      button(t('lesson'), () => setText(t('lessonText'))),
     );
-  else if (/\S[ \u00a0]+$/.test(text) && modelCalled(store.state.model)?.plume.spaced)
-    box.append(t('trailing'), h('button', { type: 'button', onclick: () => setText(text.trimEnd()) }, t('heal')));
+  else if (/\S[ \u00a0]+$/.test(text) && model?.plume.spaced && model.plume.generates)
+    box.append(t('trailing'), button(t('heal'), () => setText(text.trimEnd())));
+  else if (asked?.query >= 0 && Object.entries(asked).every(([name, value]) => store.state[name] === value)) box.append(t('lessonHint'));
 }
 
 function showFacts() {
@@ -175,19 +196,38 @@ function showFacts() {
 
 // the server names its engine in English; the language says which of its words are said otherwise
 function engineWords(name) {
-  return words.engine.reduce((said, [pattern, other]) => said.replace(pattern, other), name);
+  return words.engine.reduce((text, [pattern, other]) => text.replace(pattern, other), name);
 }
 
 // ---- the text
 
 function setText(text) {
-  store.set({ text, ids: '', masked: '', query: -1, start: -1, place: -1 }, { push: true });
+  store.set({ ...FRESH, text }, { push: true });
 }
 
 function fit() {
-  const area = $('text');
-  area.style.height = 'auto';
-  area.style.height = `${area.scrollHeight}px`;
+  for (const area of [$('text'), $('pair')]) {
+    area.style.height = 'auto';
+    area.style.height = `${area.scrollHeight}px`;
+  }
+}
+
+// the second field, for models of two texts
+function showPair() {
+  const kind = modelCalled(store.state.model)?.plume.pair ?? '';
+  $('pair-field').hidden = !kind;
+  if (!kind) showRows(1);
+  $('pair-name').textContent = kind ? t(`name_${kind}`) : '';
+  $('pair').setAttribute('aria-label', kind ? t(`name_${kind}`) : '');
+  if ($('pair').value !== store.state.pair) $('pair').value = store.state.pair;
+  fit();
+}
+
+// which of the rows that a task makes of the text is explained: an order of a pair, a choice, a window
+function showRows(count) {
+  $('row-field').hidden = count < 2;
+  if ($('row').options.length !== count) $('row').replaceChildren(...Array.from({ length: count }, (_, i) => h('option', { value: i }, `${i + 1} / ${count}`)));
+  $('row').value = store.state.row;
 }
 
 function typed() {
@@ -196,7 +236,7 @@ function typed() {
   typing = setTimeout(() => {
     const push = Date.now() - typedAt > 1500;
     typedAt = Date.now();
-    store.set({ text: $('text').value, ids: '', masked: '', query: -1, start: -1, place: -1 }, { push });
+    store.set({ ...FRESH, text: $('text').value, pair: $('pair').value }, { push });
   }, WAIT);
 }
 
@@ -212,7 +252,7 @@ function header() {
     element.textContent = t(element.dataset.word);
   });
   $('text').placeholder = t('placeholder');
-  $('text').setAttribute('aria-label', t('text'));
+  for (const [id, word] of [['text', 'text'], ['writing', 'text'], ['tour', 'toursTitle']]) $(id).setAttribute('aria-label', t(word));
   $('language').textContent = t('language');
   for (const [id, word] of [
     ['theme', 'theme'],
@@ -229,8 +269,27 @@ function pickers() {
   const option = (model) => h('option', { value: model.id }, model.id);
   $('model').replaceChildren(...models.map(option));
   $('other').replaceChildren(h('option', { value: '' }, t('none')), ...models.map(option));
+  $('other').parentElement.hidden = models.length < 2;
   $('model').value = store.state.model;
   $('other').value = store.state.other;
+}
+
+// a text that was awaited: whoever has written one meanwhile, or gone to another model, keeps theirs
+function offer(model, text) {
+  if (!store.state.text && store.state.model === model.id) setText(text);
+}
+
+// another model: the text stays, and what it lacks is filled in
+async function switchModel(id) {
+  const model = modelCalled(id),
+    patch = { ...FRESH, model: id, layer: 0, head: 0, stack: '', step: 'text' };
+  if (!store.state.text || (model.plume.pair && !store.state.pair)) {
+    const first = await beginning(api, t, model),
+      { text, pair } = store.state;
+    if ($('model').value !== id) return;
+    Object.assign(patch, text ? {} : { text: first.text }, pair ? {} : { pair: first.pair });
+  }
+  store.set(patch, { push: true });
 }
 
 function openDialog(...children) {
@@ -247,6 +306,12 @@ function showKeys() {
       words.keys.map(([key, meaning]) => h('tr', {}, h('td', {}, h('kbd', {}, key)), h('td', {}, meaning))),
     ),
   );
+}
+
+function showTours() {
+  const buttons = tours.list();
+  buttons.forEach((button) => button.addEventListener('click', () => $('dialog').close()));
+  openDialog(h('h2', {}, t('toursTitle')), h('p', { class: 'muted' }, t('toursWhy')), h('div', { class: 'tour-list' }, buttons));
 }
 
 function askForKey() {
@@ -312,9 +377,13 @@ function onKey(event) {
     stop();
     $('text').focus();
   } else if (event.key === '?') showKeys();
+  else if (event.key === 'n' || event.key === 'b') tours.move(event.key === 'n' ? 1 : -1);
   else if (event.key === 'Backspace') {
     stop();
     history.back();
+  } else if (!event.shiftKey && shown?.module.STEP_KEYS?.includes(event.key)) {
+    stop();
+    shown.module.key(shown.handle, event.key);
   } else if (event.shiftKey && event.key === 'ArrowLeft')
     store.set({ view: names[turn(names.indexOf(view), -1, names.length)] }, { push: true });
   else if (event.shiftKey && event.key === 'ArrowRight')
@@ -330,18 +399,20 @@ function onKey(event) {
 async function exportAs(kind) {
   const name = `plume-${store.state.view}`;
   if (kind === 'json') {
-    save(`${name}.json`, new Blob([JSON.stringify({ link: location.href, ...lastAnswer }, null, 1)], { type: 'application/json' }));
+    save(`${name}.json`, new Blob([JSON.stringify({ link: location.href, ...lastAnswer }, (_, value) => (ArrayBuffer.isView(value) ? [...value] : value), 1)], { type: 'application/json' }));
     return;
   }
+  const { asPng, snapshot } = await import('./snapshot.js');
   const svg = snapshot($('view'));
   save(`${name}.${kind}`, kind === 'svg' ? new Blob([svg], { type: 'image/svg+xml' }) : await asPng(svg));
 }
 
 async function speak(language) {
   words = language === 'zh' ? (await import('./words/zh.js')).default : en;
-  localStorage.setItem('plume-language', language);
+  kept('localStorage', 'plume-language', language);
   header();
   pickers();
+  showPair();
   showFacts();
   hints();
   if (models.length) showView();
@@ -349,18 +420,21 @@ async function speak(language) {
 
 function wire() {
   $('text').addEventListener('input', typed);
-  $('model').addEventListener('change', (event) => store.set({ model: event.target.value, ids: '', layer: 0, head: 0 }, { push: true }));
+  $('pair').addEventListener('input', typed);
+  $('model').addEventListener('change', (event) => switchModel(event.target.value));
   $('other').addEventListener('change', (event) => store.set({ other: event.target.value }, { push: true }));
   $('theme').addEventListener('click', () => {
     const wanted = matchMedia('(prefers-color-scheme: dark)').matches,
       root = document.documentElement;
     const dark = root.style.colorScheme ? root.style.colorScheme === 'dark' : wanted;
     root.style.colorScheme = dark ? 'light' : 'dark';
-    localStorage.setItem('plume-theme', root.style.colorScheme);
+    kept('localStorage', 'plume-theme', root.style.colorScheme);
     showView();
   });
   $('language').addEventListener('click', () => speak(words === en ? 'zh' : 'en'));
+  $('row').addEventListener('change', (event) => store.set({ ...FRESH, ids: store.state.ids, row: Number(event.target.value) }, { push: true }));
   $('keys').addEventListener('click', showKeys);
+  $('tours').addEventListener('click', showTours);
   $('copy-link').addEventListener('click', async () => {
     await navigator.clipboard?.writeText(location.href).catch(() => {});
     $('copy-link').textContent = t('copied');
@@ -385,6 +459,7 @@ function wire() {
       fit();
     }
     if (changed.includes('model') || changed.includes('other')) pickers();
+    showPair();
     hints();
     showView();
   });
@@ -399,18 +474,24 @@ async function begin() {
     return;
   }
   const { state } = store;
-  if (!modelCalled(state.model)) store.set({ model: models[0]?.id ?? '' });
-  if (state.other && !modelCalled(state.other)) store.set({ other: '' });
+  const model = modelCalled(state.model) ?? models[0],
+    bare = !state.text && location.hash.length < 2;
+  let first = model && !state.text && state.view !== 'runs' ? await beginning(api, t, model) : {};
+  if (bare && model?.plume.first_view === 'attention') asked = Object.assign(first, await lesson(api, model, first.text));
+  if (!state.text && $('text').value) first = {}; // a text was written while the models were awaited
+  store.set({ model: model?.id ?? '', ...(state.other && !modelCalled(state.other) ? { other: '' } : {}), ...first });
   pickers();
+  showPair();
   hints();
   await showView();
 }
 
-document.documentElement.style.colorScheme = localStorage.getItem('plume-theme') ?? '';
+document.documentElement.style.colorScheme = kept('localStorage', 'plume-theme') ?? '';
 wire();
 $('text').value = store.state.text;
-await speak(localStorage.getItem('plume-language') ?? (navigator.language.startsWith('zh') ? 'zh' : 'en'));
+await speak(kept('localStorage', 'plume-language') ?? (navigator.language.startsWith('zh') ? 'zh' : 'en'));
 fit();
 await begin();
-if (matchMedia('(pointer: fine)').matches) $('text').focus();
+if (store.state.view === 'walk') $('view').focus({ preventScroll: true }); // so that the arrow keys step at once
+else if (matchMedia('(pointer: fine)').matches) $('text').focus();
 $('text').setSelectionRange($('text').value.length, $('text').value.length);

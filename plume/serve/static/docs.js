@@ -13,14 +13,15 @@ const model = models?.data?.[0]?.id ?? 'MODEL';
 const EXAMPLES = {
   '/v1/completions': { model, prompt: 'Once upon a time', max_tokens: 20, seed: 1 },
   '/v1/embeddings': { model, input: ['a small text'] },
-  '/v1/next-tokens': { model, text: 'Once upon a', k: 5 },
-  '/v1/score': { model, text: 'Once upon a time' },
-  '/v1/fill-mask': { model, text: 'Once upon a [MASK]', k: 5 },
-  '/v1/tokenize': { model, text: 'Once upon a time' },
-  '/v1/explain': { model, text: 'Once upon a time', view: 'attention', layer: 0, head: 0 },
+  '/v1/next-tokens': { model, input: 'Once upon a', k: 5 },
+  '/v1/score': { model, input: 'Once upon a time' },
+  '/v1/fill-mask': { model, input: 'Once upon a [MASK]', k: 5 },
+  '/v1/tokenize': { model, input: 'Once upon a time' },
+  '/v1/explain': { model, input: 'Once upon a time', view: 'attention', layer: 0, head: 0 },
   '/v1/classify': { model, input: 'a fine film' },
   '/v1/tag': { model, input: ['Ann', 'lives', 'in', 'Paris'] },
-  '/v1/answer': { model, question: 'Where does Ann live?', context: 'Ann lives in Paris.' },
+  '/v1/predict': { model, input: [{ text: 'a fine film' }] },
+  '/v1/answer': { model, question: 'Where does Ann live?', input: 'Ann lives in Paris.' },
 };
 
 const follow = (part) => (part?.$ref ? schema.components.schemas[part.$ref.split('/').pop()] : part);
@@ -56,9 +57,9 @@ function trial(path, method) {
     answer = h('pre', { hidden: true });
   const run = async () => {
     const reply = await fetch(path, method === 'post' ? { method: 'POST', headers, body: text.value } : { headers });
-    const said = await reply.text();
+    const received = await reply.text();
     answer.hidden = false;
-    answer.textContent = `${reply.status}\n${said.length > 4000 ? `${said.slice(0, 4000)} …` : said}`;
+    answer.textContent = `${reply.status}\n${received.length > 4000 ? `${received.slice(0, 4000)} …` : received}`;
   };
   return h(
     'div',
@@ -72,13 +73,13 @@ function trial(path, method) {
 document.getElementById('docs').append(
   h('p', { class: 'muted' }, schema.info.summary ?? ''),
   ...Object.entries(schema.paths).flatMap(([path, methods]) =>
-    Object.entries(methods).map(([method, told]) => {
-      const body = follow(told.requestBody?.content?.['application/json']?.schema);
+    Object.entries(methods).map(([method, operation]) => {
+      const body = follow(operation.requestBody?.content?.['application/json']?.schema);
       return h(
         'section',
         {},
         h('h2', {}, h('code', {}, `${method.toUpperCase()} ${path}`)),
-        h('p', {}, told.description ?? ''),
+        h('p', {}, operation.description ?? ''),
         body ? fields(body) : null,
         path.includes('{') || path.includes('events') ? null : trial(path, method),
       );

@@ -1,6 +1,6 @@
-// Everything that draws: elements, tokens, bars, matrices, curves, and any part of the page as a picture.
+// Everything that draws: elements, tokens, bars, strips, matrices and curves.
 
-const SVG = 'http://www.w3.org/2000/svg';
+export const SVG = 'http://www.w3.org/2000/svg';
 
 // children are text or nodes, never markup: a token cannot become a tag
 export function h(tag, props = {}, ...children) {
@@ -9,7 +9,7 @@ export function h(tag, props = {}, ...children) {
 export function s(tag, props = {}, ...children) {
   return build(document.createElementNS(SVG, tag), props, children);
 }
-function build(element, props, children) {
+export function build(element, props, children) {
   for (const [name, value] of Object.entries(props)) {
     if (name.startsWith('aria-') && value !== undefined) {
       element.setAttribute(name, String(value));
@@ -79,7 +79,35 @@ export function dark() {
   const forced = document.documentElement.style.colorScheme;
   return forced ? forced === 'dark' : matchMedia('(prefers-color-scheme: dark)').matches;
 }
+// signed values: orange below zero, blue above, the paper at zero
+const SIGNED = {
+  light: [
+    [0.52, 0.09, 0.1],
+    [0.975, 0, 0.004],
+    [0.42, -0.03, -0.14],
+  ],
+  dark: [
+    [0.76, 0.07, 0.1],
+    [0.24, 0, -0.004],
+    [0.75, -0.05, -0.12],
+  ],
+};
 const tables = {};
+function signs() {
+  const name = dark() ? 'dark' : 'light',
+    [low, middle, high] = SIGNED[name],
+    mix = (a, b, t) => srgb(a.map((v, c) => v + (b[c] - v) * t));
+  tables[`signed ${name}`] ??= Array.from({ length: 511 }, (_, i) => (i < 255 ? mix(middle, low, (255 - i) / 255) : mix(middle, high, (i - 255) / 255)));
+  return tables[`signed ${name}`];
+}
+const signed = (t) => signs()[255 + Math.round(255 * Math.min(1, Math.max(-1, t)))];
+export const signedShade = (t) => `rgb(${signed(t).join(' ')})`;
+// black or white, whichever is at least 4.5 : 1 on this colour
+function on(colour) {
+  const [r, g, b] = colour.map((v) => (v <= 10 ? v / 3294.6 : ((v / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? '#000' : '#fff';
+}
+export const onSigned = (t) => on(signed(t));
 export function shades() {
   const name = dark() ? 'dark' : 'light',
     [from, to] = RAMPS[name];
@@ -90,13 +118,15 @@ export function shade(t) {
   return `rgb(${shades()[Math.round(255 * Math.min(1, Math.max(0, t)))].join(' ')})`;
 }
 // text on a shade: whichever of paper and ink can be read there
-export const onShade = (t) => (t > 0.48 ? 'var(--paper)' : 'var(--ink)');
+export const onShade = (t) => on(shades()[Math.round(255 * Math.min(1, Math.max(0, t)))]);
 
 // ---- arrays
 
-export function unpack({ shape, f16, u8 }) {
-  const bytes = Uint8Array.from(atob(f16 ?? u8), (c) => c.charCodeAt(0));
+export function unpack({ shape, f32, f16, u8, data: plain }) {
+  if (plain) return { shape, data: plain }; // computed in this page
+  const bytes = Uint8Array.from(atob(f32 ?? f16 ?? u8), (c) => c.charCodeAt(0));
   if (u8) return { shape, data: bytes };
+  if (f32) return { shape, data: new Float32Array(bytes.buffer) };
   const halves = new Uint16Array(bytes.buffer),
     data = new Float32Array(halves.length);
   halves.forEach((x, i) => {
@@ -108,106 +138,152 @@ export function unpack({ shape, f16, u8 }) {
   return { shape, data };
 }
 
-// one cell per pixel; CSS makes it as large as wanted
-export function paint(canvas, rows, columns, value) {
+// one cell per pixel; CSS makes it as large as wanted. Signed values run from -1 to 1, others from 0 to 1; -Infinity is hatched
+export function paint(canvas, rows, columns, value, { isSigned = false } = {}) {
   canvas.width = columns;
   canvas.height = rows;
   const context = canvas.getContext('2d'),
     image = context.createImageData(columns, rows),
-    table = shades();
+    table = shades(),
+    cut = dark() ? [52, 56, 62] : [222, 219, 212];
   for (let i = 0; i < rows * columns; i++) {
-    const [r, g, b] = table[Math.round(255 * Math.min(1, Math.max(0, value(Math.floor(i / columns), i % columns))))];
+    const x = value(Math.floor(i / columns), i % columns);
+    const [r, g, b] = x === -Infinity ? cut : isSigned ? signed(x) : table[Math.round(255 * Math.min(1, Math.max(0, x)))];
     image.data.set([r, g, b, 255], 4 * i);
   }
   context.putImageData(image, 0, 0);
   return canvas;
 }
 
-// a vector as a line of cells; the two signs are the two ends of the ramp
-export function strip(vector, largest) {
-  const top = largest || Math.max(...vector.map(Math.abs), 1e-9);
-  return paint(
-    h('canvas', {
-      title:
-        vector
-          .slice(0, 8)
-          .map((x) => x.toFixed(2))
-          .join('  ') + ' …',
-    }),
-    1,
-    vector.length,
-    (_, i) => 0.5 + vector[i] / top / 2,
+export const largest = (...vectors) => vectors.reduce((top, vector) => vector.reduce((m, x) => (Number.isFinite(x) ? Math.max(m, Math.abs(x)) : m), top), 1e-9);
+export const signedNumber = (x, digits = 4) => (x === -Infinity ? '−∞' : `${x < 0 ? '−' : ''}${Math.abs(x).toFixed(digits)}`);
+
+// a whole vector, every number a cell, in rows of `columns`; hovering gives index and value. Its numbers are on the element
+export function strip(values, { top, columns, cell: given, label = '', chosen } = {}) {
+  const wide = columns ?? (values.length > 160 ? 128 : values.length),
+    rows = Math.ceil(values.length / wide),
+    cell = given ?? Math.max(4, Math.min(14, Math.floor(520 / wide))),
+    tall = rows > 1 ? 9 : 14,
+    most = top ?? largest(values);
+  const canvas = paint(h('canvas'), rows, wide, (i, j) => (i * wide + j < values.length ? values[i * wide + j] / most : 0), { isSigned: true });
+  Object.assign(canvas.style, { width: `${wide * cell}px`, height: `${rows * tall}px` });
+  const readout = h('output', { class: 'readout' });
+  const show = (i) => {
+    readout.textContent = i === null || i >= values.length ? '' : `[${i}] ${signedNumber(values[i])}`;
+  };
+  canvas.addEventListener('pointermove', (event) => {
+    const box = canvas.getBoundingClientRect();
+    const j = Math.floor(((event.clientX - box.left) / box.width) * wide),
+      i = Math.floor(((event.clientY - box.top) / box.height) * rows);
+    show(Math.max(0, i * wide + j));
+  });
+  canvas.addEventListener('pointerleave', () => show(null));
+  const low = values.reduce((m, x) => Math.min(m, x), Infinity),
+    high = values.reduce((m, x) => Math.max(m, x), -Infinity);
+  const box = h(
+    'div',
+    { class: 'strip', role: 'img', 'aria-label': `${label} ${values.length}: ${signedNumber(low, 2)} … ${signedNumber(high, 2)}` },
+    canvas,
+    chosen !== undefined ? h('i', { class: 'row-mark', style: { top: `${chosen * tall}px`, height: `${tall}px` } }) : null,
+    readout,
   );
+  box.values = values;
+  return box;
+}
+
+// a matrix of any shape with its names; hovering gives the value. Its numbers are on the element
+export function heat({ data, rows, columns, rowNames = [], columnNames = [], isSigned = false, top, size = 26, on, pick, query, label = '' }) {
+  const most = top ?? (isSigned ? largest(data) : 1);
+  const names = Math.max(0, ...rowNames.map((name) => Math.min(14, name.length)), 0),
+    left = rowNames.length ? Math.min(120, 10 + 7.4 * names) : 0,
+    above = columnNames.length ? Math.min(110, 10 + 7.4 * Math.max(0, ...columnNames.map((name) => Math.min(12, name.length)))) : 0;
+  const canvas = paint(h('canvas'), rows, columns, (i, j) => (data[i * columns + j] === -Infinity ? -Infinity : data[i * columns + j] / most), { isSigned });
+  Object.assign(canvas.style, { position: 'absolute', left: `${left}px`, top: `${above}px`, width: `${columns * size}px`, height: `${rows * size}px` });
+  const skip = Math.ceil(11 / size),
+    words = (name, i, attributes) => (i % skip ? null : s('text', { class: 'word', ...attributes }, name.slice(0, 14)));
+  const svg = s(
+    'svg',
+    { width: left + columns * size, height: above + rows * size },
+    rowNames.map((name, i) => words(name, i, { x: left - 6, y: above + (i + 0.5) * size + 4, 'text-anchor': 'end' })),
+    columnNames.map((name, j) => words(name, j, { transform: `translate(${left + (j + 0.5) * size + 4} ${above - 6}) rotate(-90)` })),
+    query >= 0 ? s('rect', { class: 'mark-row', x: left, y: above + query * size, width: columns * size, height: size }) : null,
+  );
+  const readout = h('output', { class: 'readout' });
+  const at = (event) => {
+    const box = canvas.getBoundingClientRect(),
+      j = Math.floor(((event.clientX - box.left) / box.width) * columns),
+      i = Math.floor(((event.clientY - box.top) / box.height) * rows);
+    return i >= 0 && j >= 0 && i < rows && j < columns ? [i, j] : null;
+  };
+  const box = h(
+    'div',
+    {
+      class: 'heat',
+      role: 'img',
+      'aria-label': `${label} ${rows} × ${columns}`,
+      style: { width: `${left + columns * size}px`, height: `${above + rows * size}px` },
+      onpointermove: (event) => {
+        const cell = at(event);
+        readout.textContent = cell ? `${rowNames[cell[0]] ?? cell[0]} → ${columnNames[cell[1]] ?? cell[1]}  ${signedNumber(data[cell[0] * columns + cell[1]])}` : '';
+        if (cell && on) on(...cell);
+      },
+      onpointerleave: () => {
+        readout.textContent = '';
+      },
+      onclick: (event) => {
+        const cell = at(event);
+        if (cell && pick) pick(...cell);
+      },
+    },
+    canvas,
+    svg,
+    readout,
+  );
+  box.values = data;
+  return box;
 }
 
 // ---- attention
 
-// words down and across, a cell per pair; on(i, j) hears the pointer, null when it leaves
-export function matrix({ data, pieces, width, on, pick, query }) {
-  const n = pieces.length,
-    label = Math.min(110, 12 + 7.4 * Math.max(...pieces.map((p) => Math.min(12, visible(p).length))));
-  const cell = Math.max(5, Math.min(34, (width - label) / n)),
-    size = cell * n;
-  const canvas = paint(
-    h('canvas', {
-      style: {
-        width: `${size}px`,
-        height: `${size}px`,
-        'image-rendering': 'pixelated',
-        position: 'absolute',
-        left: `${label}px`,
-        top: `${label}px`,
-        'border-radius': '3px',
-      },
-    }),
-    n,
-    n,
-    (i, j) => data[i * n + j],
+// queries down and keys across, a cell per pair; on(i, j) hears the pointer, null when it leaves
+export function matrix({ data, pieces, keys = pieces, width, on, pick, query }) {
+  const rows = pieces.length,
+    columns = keys.length,
+    edge = (names) => Math.min(110, 12 + 7.4 * Math.max(...names.map((p) => Math.min(12, visible(p).length)))),
+    [left, above] = [edge(pieces), edge(keys)];
+  const cell = Math.max(5, Math.min(34, (width - left) / columns, (width - above) / rows)),
+    [wide, high] = [cell * columns, cell * rows];
+  const canvas = paint(h('canvas'), rows, columns, (i, j) => data[i * columns + j]);
+  Object.assign(canvas.style, { width: `${wide}px`, height: `${high}px`, position: 'absolute', left: `${left}px`, top: `${above}px` });
+  const skip = Math.ceil(11 / cell),
+    cut = (piece) => visible(piece).slice(0, 12),
+    middle = (i) => (i + 0.5) * cell;
+  const sides = pieces.map((piece, i) =>
+    i % skip ? null : s('text', { class: 'word', x: left - 6, y: above + middle(i) + 4, 'text-anchor': 'end' }, cut(piece)),
   );
-  const skip = Math.ceil(11 / cell);
-  const cut = (piece) => visible(piece).slice(0, 12);
-  const rows = [],
-    columns = [];
-  pieces.forEach((piece, i) => {
-    if (i % skip) return;
-    const at = label + (i + 0.5) * cell;
-    rows[i] = s('text', { class: 'word', x: label - 6, y: at + 4, 'text-anchor': 'end', 'font-size': 12 }, cut(piece));
-    columns[i] = s('text', { class: 'word', transform: `translate(${at + 4} ${label - 6}) rotate(-90)` }, cut(piece));
-  });
-  const frame = s('rect', {
-    fill: 'none',
-    stroke: 'var(--accent)',
-    'stroke-width': 1.5,
-    rx: 2,
-    visibility: 'hidden',
-    width: size,
-    height: cell,
-    x: label,
-  });
-  const svg = s(
-    'svg',
-    { width: label + size, height: label + size, role: 'img', style: { position: 'relative', 'pointer-events': 'none' } },
-    rows.filter(Boolean),
-    columns.filter(Boolean),
-    frame,
+  const heads = keys.map((piece, j) =>
+    j % skip ? null : s('text', { class: 'word', transform: `translate(${left + middle(j) + 4} ${above - 6}) rotate(-90)` }, cut(piece)),
   );
+  const frame = s('rect', { class: 'mark-row', rx: 2, visibility: 'hidden', width: wide, height: cell, x: left });
+  const svg = s('svg', { width: left + wide, height: above + high, role: 'img', 'aria-label': `${rows} × ${columns}` }, sides.filter(Boolean), heads.filter(Boolean), frame);
   const place = (event) => {
     const box = canvas.getBoundingClientRect();
     const [j, i] = [event.clientX - box.left, event.clientY - box.top].map((v) => Math.floor(v / cell));
-    return i >= 0 && j >= 0 && i < n && j < n ? [i, j] : null;
+    return i >= 0 && j >= 0 && i < rows && j < columns ? [i, j] : null;
   };
   const light = (i, j) => {
-    rows.forEach((word, at) => word.classList.toggle('lit', at === i));
-    columns.forEach((word, at) => word.classList.toggle('lit', at === j));
+    sides.forEach((word, at) => word?.classList.toggle('lit', at === i));
+    heads.forEach((word, at) => word?.classList.toggle('lit', at === j));
     frame.setAttribute('visibility', i === undefined ? 'hidden' : 'visible');
-    if (i !== undefined) frame.setAttribute('y', label + i * cell);
+    if (i !== undefined) frame.setAttribute('y', above + i * cell);
   };
-  if (query >= 0 && query < n) light(query);
+  const resting = query >= 0 && query < rows ? query : undefined;
+  light(resting);
   const box = h(
     'div',
     {
       class: 'matrix',
-      style: { width: `${label + size}px`, height: `${label + size}px` },
+      style: { width: `${left + wide}px`, height: `${above + high}px` },
       onpointermove: (event) => {
         const at = place(event);
         if (at) {
@@ -216,7 +292,7 @@ export function matrix({ data, pieces, width, on, pick, query }) {
         }
       },
       onpointerleave: () => {
-        light(query >= 0 && query < n ? query : undefined);
+        light(resting);
         on(null);
       },
       onclick: (event) => {
@@ -227,64 +303,61 @@ export function matrix({ data, pieces, width, on, pick, query }) {
     canvas,
     svg,
   );
+  box.values = data;
   return box;
 }
 
-// two columns of words and a line between each pair that looks at each other
-export function arcs({ data, pieces, width, on, pick, query }) {
-  const n = pieces.length,
+// two columns of tokens and a line from each query to each key
+export function arcs({ data, pieces, keys = pieces, width, on, pick, query }) {
+  const columns = keys.length,
     step = 22,
     left = 130,
-    right = Math.max(left + 120, Math.min(width - 130, 420));
-  const lines = [],
-    words = [[], []];
+    right = Math.max(left + 120, Math.min(width - 130, 420)),
+    lines = [];
   const show = (i) =>
     lines.forEach(({ path, from, w }) => {
       path.setAttribute('stroke-opacity', i === null ? 0.75 * w : from === i ? Math.min(1, 0.15 + w) : 0.02);
       path.setAttribute('stroke-width', from === i ? 1 + 4 * w : 1.2);
     });
-  for (let i = 0; i < n; i++)
-    for (let j = 0; j < n; j++) {
-      const w = data[i * n + j];
-      if (w < 0.02) continue;
+  pieces.forEach((_, i) =>
+    keys.forEach((_, j) => {
+      const w = data[i * columns + j];
+      if (w < 0.02) return;
       const [y0, y1] = [i, j].map((k) => 14 + k * step),
         middle = (left + right) / 2;
       lines.push({ from: i, w, path: s('path', { class: 'arc', d: `M${left} ${y0}C${middle} ${y0} ${middle} ${y1} ${right} ${y1}` }) });
-    }
-  pieces.forEach((piece, i) =>
-    [0, 1].forEach((side) => {
-      const word = s(
-        'text',
-        {
-          class: 'word',
-          x: side ? right + 8 : left - 8,
-          y: 18 + i * step,
-          'text-anchor': side ? 'start' : 'end',
-          style: { cursor: 'pointer' },
-          onpointerenter: () => {
-            if (!side) {
-              show(i);
-              on(i, null);
-            } else on(null, i);
-          },
-          onpointerleave: () => {
-            show(query >= 0 ? query : null);
-            on(null);
-          },
-          onclick: () => pick(i),
-        },
-        visible(piece).slice(0, 14),
-      );
-      words[side].push(word);
     }),
   );
-  show(query >= 0 && query < n ? query : null);
-  words[0][query]?.classList.add('lit');
+  const resting = query >= 0 && query < pieces.length ? query : null;
+  const word = (piece, i, side) =>
+    s(
+      'text',
+      {
+        class: `word ${!side && i === resting ? 'lit' : ''}`,
+        x: side ? right + 8 : left - 8,
+        y: 18 + i * step,
+        'text-anchor': side ? 'start' : 'end',
+        style: { cursor: side ? 'default' : 'pointer' },
+        onpointerenter: () => {
+          if (!side) show(i);
+          if (side) on(null, i);
+          else on(i, null);
+        },
+        onpointerleave: () => {
+          show(resting);
+          on(null);
+        },
+        onclick: side ? undefined : () => pick(i),
+      },
+      visible(piece).slice(0, 14),
+    );
+  show(resting);
   return s(
     'svg',
-    { width: right + 130, height: n * step + 8, role: 'img' },
+    { width: right + 130, height: Math.max(pieces.length, columns) * step + 8, role: 'img', 'aria-label': `${pieces.length} × ${columns}` },
     lines.map((line) => line.path),
-    words.flat(),
+    pieces.map((piece, i) => word(piece, i, 0)),
+    keys.map((piece, i) => word(piece, i, 1)),
   );
 }
 
@@ -365,141 +438,6 @@ export function curves({ lines, width, height = 150, log = false, title, on, lab
     svg.addEventListener('pointerleave', () => pointer.setAttribute('visibility', 'hidden'));
   }
   return svg;
-}
-
-// ---- any part of the page as a picture: what is laid out is read back as rectangles, words, lines and images
-
-export function snapshot(root) {
-  const area = root.getBoundingClientRect(),
-    width = Math.ceil(Math.max(area.width, root.scrollWidth)),
-    height = Math.ceil(Math.max(area.height, root.scrollHeight));
-  const page = getComputedStyle(document.body).backgroundColor;
-  const svg = s('svg', { xmlns: SVG, width, height, viewBox: `0 0 ${width} ${height}` }, s('rect', { width, height, fill: page }));
-  const at = (box) => ({ x: (box.left - area.left).toFixed(1), y: (box.top - area.top).toFixed(1) });
-  const clear = (colour) => colour === 'transparent' || /,\s*0\)$|\/\s*0\)$/.test(colour);
-  const walk = (node) => {
-    if (node.nodeType === Node.TEXT_NODE) {
-      write(node);
-      return;
-    }
-    if (node.nodeType !== Node.ELEMENT_NODE) return;
-    const style = getComputedStyle(node),
-      box = node.getBoundingClientRect();
-    if (style.display === 'none' || style.visibility === 'hidden') return;
-    if (node.tagName === 'CANVAS') {
-      svg.append(
-        s('image', {
-          ...at(box),
-          width: box.width,
-          height: box.height,
-          href: node.toDataURL(),
-          preserveAspectRatio: 'none',
-          'image-rendering': 'pixelated',
-        }),
-      );
-      return;
-    }
-    if (node.tagName === 'svg') {
-      svg.append(inked(node, at(box)));
-      return;
-    }
-    const border = parseFloat(style.borderTopWidth) && !clear(style.borderTopColor) && style.borderTopStyle !== 'none';
-    if (!clear(style.backgroundColor) || (border && style.borderLeftWidth === style.borderTopWidth)) {
-      for (const part of node.getClientRects())
-        svg.append(
-          s('rect', {
-            ...at(part),
-            width: part.width.toFixed(1),
-            height: part.height.toFixed(1),
-            rx: parseFloat(style.borderTopLeftRadius) || 0,
-            fill: clear(style.backgroundColor) ? 'none' : style.backgroundColor,
-            stroke: border ? style.borderTopColor : 'none',
-          }),
-        );
-    }
-    if (node.tagName === 'SELECT' || node.tagName === 'INPUT') {
-      field(node, style, box);
-      return;
-    }
-    node.childNodes.forEach(walk);
-  };
-  const words = (text, style, box) =>
-    svg.append(
-      s(
-        'text',
-        {
-          x: at(box).x,
-          y: (box.top - area.top + box.height / 2).toFixed(1),
-          'dominant-baseline': 'central',
-          fill: style.color,
-          'font-family': style.fontFamily,
-          'font-size': style.fontSize,
-          'font-weight': style.fontWeight,
-          'xml:space': 'preserve',
-        },
-        text.toWellFormed().replace(/[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]/g, '\ufffd'), // XML has no word for these
-      ),
-    );
-  const write = (node) => {
-    const text = node.data,
-      range = document.createRange(),
-      style = getComputedStyle(node.parentElement);
-    let start = 0,
-      line = null;
-    const flush = (end) => {
-      if (line && text.slice(start, end).trim()) words(text.slice(start, end), style, line);
-    };
-    for (let i = 0; i < text.length; i++) {
-      range.setStart(node, i);
-      range.setEnd(node, i + 1);
-      const box = range.getBoundingClientRect();
-      if (!box.width) continue;
-      if (line && Math.abs(box.top - line.top) < 3) continue;
-      flush(i);
-      start = i;
-      line = box;
-    }
-    flush(text.length);
-  };
-  const field = (node, style, box) => {
-    const said = node.tagName === 'SELECT' ? node.selectedOptions[0]?.text : ['range', 'checkbox'].includes(node.type) ? '' : node.value;
-    if (said) words(said, style, { left: box.left + 6, top: box.top, height: box.height });
-  };
-  const inked = (node, place) => {
-    const copy = node.cloneNode(true),
-      originals = [node, ...node.querySelectorAll('*')];
-    [copy, ...copy.querySelectorAll('*')].forEach((part, i) => {
-      const style = getComputedStyle(originals[i]);
-      for (const name of [
-        'fill',
-        'stroke',
-        'stroke-width',
-        'stroke-opacity',
-        'stroke-dasharray',
-        'font-family',
-        'font-size',
-        'font-weight',
-        'visibility',
-      ])
-        part.setAttribute(name, style.getPropertyValue(name));
-      part.removeAttribute('class');
-      part.removeAttribute('style');
-    });
-    return build(copy, { ...place, overflow: 'visible' }, []);
-  };
-  walk(root);
-  return new XMLSerializer().serializeToString(svg);
-}
-
-export async function asPng(svg) {
-  const picture = new Image();
-  picture.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}`;
-  await picture.decode();
-  const canvas = h('canvas', { width: 2 * picture.width, height: 2 * picture.height });
-  canvas.getContext('2d').drawImage(picture, 0, 0, canvas.width, canvas.height);
-  return new Promise((resolve) => {
-    canvas.toBlob(resolve, 'image/png');
-  });
 }
 
 export function save(name, blob) {

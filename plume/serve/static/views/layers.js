@@ -1,21 +1,14 @@
-// Layers: what would be said after each layer, how long the stream is there, and who moved it towards the answer.
+// Layers: what would be predicted after each layer, how long the stream is there, and who moved it towards the answer.
 
 import { bar, fixed, h, onShade, percent, shade, visible } from '../draw.js';
-import { subject } from '../store.js';
+import { ask, minimap } from '../parts.js';
 
 export function mount(root, context) {
   const { t } = context,
-    minimap = h('div', { class: 'minimap', hidden: true }, h('i')),
+    map = minimap(context),
     box = h('div', { class: 'scroll' });
-  root.append(minimap, box);
-  const self = { root, context, box, minimap };
-  minimap.addEventListener('pointerdown', (event) => {
-    const { total, size } = self.answer.window,
-      area = minimap.getBoundingClientRect();
-    context.store.set({
-      start: Math.round(Math.max(0, Math.min(total - size, ((event.clientX - area.left) / area.width) * total - size / 2))),
-    });
-  });
+  root.append(map, box);
+  const self = { root, context, box, map };
   context.side(
     h('p', {}, t(context.model()?.plume.causal === false ? 'introLayersMasked' : 'introLayers')),
     h('p', { class: 'muted' }, t('introLayers2')),
@@ -25,7 +18,7 @@ export function mount(root, context) {
 
 export function update(self, state) {
   const { context, box } = self;
-  if (!context.model().plume.predicts) {
+  if (!context.model().plume.predicts && context.model().plume.pair !== 'target') {
     box.replaceChildren(h('p', { class: 'empty' }, context.t('notForModel', { what: context.t('aToken'), model: context.model().id })));
     return;
   }
@@ -33,14 +26,8 @@ export function update(self, state) {
     box.replaceChildren();
     return;
   }
-  const body = { model: context.model().id, ...subject(state), view: 'layers', start: state.start < 0 ? null : state.start, size: 48 },
-    asked = JSON.stringify(body);
-  if (asked === self.asked) {
-    if (self.answer) draw(self);
-    return;
-  }
-  self.asked = asked;
-  context.ask(box, context.question('layers'), '/v1/explain', body, (answer) => {
+  if (self.answer) draw(self);
+  ask(self, 'layers', box, { view: 'layers', start: state.start < 0 ? null : state.start, size: 48 }, (answer) => {
     self.answer = answer;
     context.adopt(answer);
     context.report({ count: answer.window.total, context: context.model().plume.context, ms: answer.ms });
@@ -57,18 +44,14 @@ function draw(self) {
     { t } = context,
     { lens, pieces, window } = answer,
     rows = lens.pieces.length;
-  self.minimap.hidden = window.total <= window.size;
-  Object.assign(self.minimap.firstChild.style, {
-    left: `${(100 * window.start) / window.total}%`,
-    width: `${(100 * window.size) / window.total}%`,
-  });
+  self.map.show(window);
   const head = h(
     'thead',
     {},
     h(
       'tr',
       {},
-      h('th', { class: 'side-head' }),
+      h('th', { class: 'side-head' }, t('layers')),
       pieces.map((piece) => h('th', { title: visible(piece) }, visible(piece))),
     ),
   );
@@ -122,12 +105,13 @@ function about(self, layer, place) {
     h('pre', {}, `‖x‖ = ${fixed(norms[layer][place], 2)}\n${t('norm')}`),
   ];
   const lanes = [[t('embedding'), contributions.embedding[place], layer === 0]];
-  contributions.attention.forEach((row, i) =>
-    lanes.push(
-      [`${t('attentionPart')} ${i + 1}`, row[place], layer === i + 1],
-      [`${t('mlpPart')} ${i + 1}`, contributions.mlp[i][place], layer === i + 1],
-    ),
-  );
+  contributions.attention.forEach((row, i) => {
+    const add = (word, value) => lanes.push([`${t(word)} ${i + 1}`, value, layer === i + 1]);
+    add('attentionPart', row[place]);
+    if (contributions.cross.length) add('crossPart', contributions.cross[i][place]);
+    add('mlpPart', contributions.mlp[i][place]);
+  });
+  lanes.push([t('normBias'), contributions.bias[place], false], [t('headPart'), contributions.head[place], false]);
   const largest = Math.max(...lanes.map((lane) => Math.abs(lane[1])), 1e-9);
   const lane = ([name, value, here]) => [
     h('span', { class: here ? '' : 'muted' }, name),

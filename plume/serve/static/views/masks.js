@@ -24,7 +24,7 @@ export function update(self, state) {
     self.fills.replaceChildren();
     return;
   }
-  context.ask(self.root, context.question('cut'), '/v1/tokenize', { model: model.id, text: state.text }, (answer) => {
+  context.ask(self.root, context.question('cut'), '/v1/tokenize', { model: model.id, input: state.text }, (answer) => {
     self.cut = answer;
     context.report({ count: answer.tokens.length, context: model.plume.context, ms: answer.ms });
     drawWords(self);
@@ -86,7 +86,7 @@ function ask(self, model) {
   }
   const hidden = new Set(chosen.flatMap((i) => self.all[i].places));
   const tokens = self.cut.tokens.map((id, i) => (hidden.has(i) ? model.plume.mask_id : id));
-  context.ask(self.fills, context.question('fill'), '/v1/fill-mask', { model: model.id, tokens, k: 10 }, ({ masks }) => {
+  context.ask(self.fills, context.question('fill'), '/v1/fill-mask', { model: model.id, input: tokens, k: 10 }, ({ masks }) => {
     const at = new Map(masks.map((mask) => [mask.place, mask.candidates]));
     self.fills.replaceChildren(
       ...chosen.map((i) =>

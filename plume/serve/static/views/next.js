@@ -1,6 +1,7 @@
 // Next: the ten likeliest tokens; sliders redraw from the logits of the first 200 and the log-sums of the rest.
 
 import { bar, fixed, h, percent, token, visible } from '../draw.js';
+import { answerList, ask, tokenRow } from '../parts.js';
 import { subject } from '../store.js';
 
 const SHOWN = 10;
@@ -51,26 +52,24 @@ export function mount(root, context) {
       (v) => [v, v >= 1 ? off : v.toFixed(2)],
     ),
   ];
-  const rows = h('div', { class: 'candidates', role: 'list' });
-  root.append(
-    h(
+  const rows = h('div', { class: 'candidates', role: 'group', 'aria-label': context.t('next') }),
+    controls = h(
       'div',
       { class: 'controls' },
       sliders.map((one) => one.label),
-    ),
-    rows,
-  );
+    );
+  root.append(controls, rows);
   context.side(h('p', {}, context.t('introNext')), h('p', { class: 'muted' }, context.t('introNext2')));
-  return { root, context, sliders, rows, answer: null };
+  return { root, context, sliders, controls, rows, answer: null };
 }
 
 export function update(self, state) {
   const { context, root } = self;
   self.sliders.forEach((one) => one.set(state));
-  if (!context.model().plume.writes) {
-    self.rows.replaceChildren(
-      h('p', { class: 'empty' }, context.t('notForModel', { what: context.t('aCausal'), model: context.model().id })),
-    );
+  const { plume } = context.model();
+  self.controls.hidden = !plume.generates;
+  if (!plume.generates) {
+    answers(self, state);
     return;
   }
   const body = { model: context.model().id, ...subject(state), k: 200, temperatures: true },
@@ -92,6 +91,37 @@ export function unmount(self) {
   self.rows.remove();
 }
 
+// models that do not generate: labels with their probabilities, the fills of a mask, or an encoder-decoder's next token
+function answers(self, state) {
+  const { context } = self,
+    { t } = context,
+    { plume } = context.model();
+  self.asked = '';
+  self.answer = null;
+  if (!state.text) {
+    self.rows.replaceChildren();
+    return;
+  }
+  const at = Math.max(0, state.query),
+    body = plume.predicts || plume.pair === 'target' ? { view: 'walk', layer: plume.decoder_layers || plume.layers, query: at } : { view: 'labels', query: at };
+  self.asked_answers ??= { context };
+  ask(self.asked_answers, 'answers', self.rows, { ...body, size: 128 }, (answer) => {
+    const { pieces, window, candidates } = answer;
+    context.report({ count: window.total, context: plume.context, ms: answer.ms });
+    const perToken = Boolean(candidates) || plume.head === 'tag',
+      rows = candidates
+        ? candidates.pieces.map((name, i) => ({ index: candidates.tokens[i], name, probability: candidates.probabilities[i] }))
+        : answer.answers.map((row, index) => ({ index, ...row, name: row.position === undefined ? row.name : `${t(`span_${row.name}`)} · ${pieces[row.position - window.start] ?? row.position}` }));
+    self.rows.replaceChildren(
+      h('h2', {}, t(plume.pair === 'target' ? 'readTarget' : 'readTokens', { n: window.total })),
+      tokenRow({ pieces, start: window.start, chosen: perToken ? at : -1, label: t('tokens'), pick: (i) => context.store.set({ query: i }) }),
+      h('h2', {}, t(candidates ? (plume.masks ? 'fillsHere' : 'nextOfTarget') : 'answersTitle')),
+      answerList({ rows, label: t('answersTitle') }),
+    );
+    context.side(h('p', {}, t(candidates ? 'introFills' : 'introAnswers')), h('p', { class: 'muted' }, t('introAnswers2')));
+  });
+}
+
 export function key(self, pressed) {
   const place = pressed === '0' ? 9 : Number(pressed) - 1;
   if (Number.isInteger(place) && self.answer && place >= 0) take(self, place);
@@ -102,39 +132,41 @@ function take(self, place) {
   if (place < candidates.tokens.length) self.context.take([...tokens, candidates.tokens[place]], text + candidates.pieces[place]);
 }
 
-// probabilities under temperature, then which of them the filters leave; the rest of the vocabulary counts as one
-export function filtered({ logits, rests, vocabulary }, { temperature, topk, topp }) {
-  const heat = Math.round(temperature / 0.05);
+// probabilities under temperature, then which of them the filters leave. `beyond` is what the server counted where the
+// filters end among the tokens that are not listed: {count, probability}
+export function filtered({ logits, rests, vocabulary }, { temperature, topk, topp }, beyond) {
+  const heat = Math.min(rests.length, Math.round(temperature / 0.05));
   if (heat === 0) return { p: logits.map((_, i) => (i === 0 ? 1 : 0)), rest: 0, kept: logits.map((_, i) => i === 0), restKept: false };
-  const top = logits[0] / temperature,
-    powers = logits.map((l) => Math.exp(l / temperature - top));
+  const warm = heat * 0.05,
+    top = logits[0] / warm,
+    powers = logits.map((l) => Math.exp(l / warm - top));
   const restPower = rests[heat - 1] === null ? 0 : Math.exp(rests[heat - 1] - top);
   const whole = powers.reduce((a, b) => a + b, 0) + restPower,
     raw = powers.map((x) => x / whole);
   const limit = topk > 0 ? Math.min(topk, raw.length) : raw.length,
-    inLimit = raw.slice(0, limit).reduce((a, b) => a + b, 0) + (topk > 0 ? 0 : restPower / whole);
+    inLimit = raw.slice(0, limit).reduce((a, b) => a + b, 0) + (topk > 0 && topk <= raw.length ? 0 : restPower / whole);
   let before = 0;
   const kept = raw.map((x, i) => {
     const keep = i < limit && (topp >= 1 || before / inLimit < topp);
     before += x;
     return keep;
   });
-  const restKept = !(topk > 0) && logits.length < vocabulary && (topp >= 1 || before / inLimit < topp);
-  const sum = raw.reduce((a, x, i) => a + (kept[i] ? x : 0), 0) + (restKept ? restPower / whole : 0);
-  return {
-    p: raw.map((x, i) => (kept[i] ? x / sum : x)),
-    rest: restKept ? restPower / whole / sum : restPower / whole,
-    kept,
-    restKept,
-    sum,
-  };
+  const listed = raw.reduce((a, b) => a + b, 0),
+    reaches = kept.at(-1) && logits.length < vocabulary && (topk === 0 || topk > logits.length), // filters end among the others
+    partly = reaches && (topp < 1 || topk > 0),
+    rest = partly ? Math.max(0, (beyond?.probability ?? 1) - listed) : restPower / whole,
+    restKept = partly ? (beyond?.count ?? vocabulary) > logits.length : reaches,
+    sum = raw.reduce((a, x, i) => a + (kept[i] ? x : 0), 0) + (restKept ? rest : 0);
+  return { p: raw.map((x, i) => (kept[i] ? x / sum : x)), rest: restKept ? rest / sum : rest, kept, restKept, sum, partly };
 }
 
 function draw(self) {
   const { context, answer } = self,
     { state } = context.store,
     { candidates } = answer;
-  const seen = filtered({ ...candidates, vocabulary: answer.vocabulary }, state);
+  const filters = `${self.asked}${state.temperature}/${state.topk}/${state.topp}`;
+  const seen = filtered({ ...candidates, vocabulary: answer.vocabulary }, state, self.beyond?.of === filters ? self.beyond : undefined);
+  if (seen.partly && self.beyond?.of !== filters) countKept(self, state, filters);
   const count = Math.min(SHOWN, candidates.tokens.length),
     rows = [];
   for (let i = 0; i < count; i++) {
@@ -144,7 +176,6 @@ function draw(self) {
       'button',
       {
         type: 'button',
-        role: 'listitem',
         class: `row ${kept ? '' : 'cut'}`,
         'data-key': piece,
         'data-value': '',
@@ -166,7 +197,7 @@ function draw(self) {
   if (others > 0) {
     const row = h(
       'div',
-      { class: `row rest ${hidden > 0 ? '' : 'cut'}`, role: 'listitem', tabindex: 0 },
+      { class: `row rest ${hidden > 0 ? '' : 'cut'}`, tabindex: 0 },
       h('span'),
       h('span', { class: 'muted' }, context.t('rest', { n: others.toLocaleString() })),
       bar(hidden),
@@ -178,6 +209,22 @@ function draw(self) {
   const focused = self.rows.contains(document.activeElement) ? [...self.rows.children].indexOf(document.activeElement) : -1;
   self.rows.replaceChildren(...rows);
   if (focused >= 0) self.rows.children[focused]?.focus();
+}
+
+// the filters end beyond the listed tokens: the server counts where
+async function countKept(self, state, filters) {
+  const body = {
+    ...JSON.parse(self.asked),
+    k: 1,
+    temperatures: false,
+    temperature: state.temperature,
+    ...(state.topk > 0 ? { top_k: state.topk } : {}),
+    ...(state.topp < 1 ? { top_p: state.topp } : {}),
+  };
+  const answer = await self.context.api.ask(self.context.question('beyond'), '/v1/next-tokens', body).catch(self.context.fail);
+  if (!answer || !self.answer) return;
+  self.beyond = { of: filters, ...answer.candidates.kept };
+  draw(self);
 }
 
 function why(self, i, seen) {

@@ -1,4 +1,4 @@
-// Runs: curves of training runs, live while they go, with speed, samples, stalls and restarts.
+// Runs: curves of training runs, updated while they go, with speed, samples, stalls and restarts.
 
 import { choice, curves, fixed, h, press, short } from '../draw.js';
 
@@ -23,8 +23,8 @@ export function mount(root, context) {
     samples = h('div');
   root.append(h('div', { class: 'controls' }, groups), h('div', { class: 'runs' }, names, h('div', {}, charts, samples)));
   context.side(h('p', {}, t('introRuns')));
-  const self = { root, context, groups, names, charts, samples, runs: null, records: new Map(), following: new Set() };
-  self.clock = setInterval(() => load(self), 5000);
+  const self = { root, context, groups, names, charts, samples, runs: null, records: new Map(), known: new Map() };
+  self.clock = setInterval(() => load(self), 2000);
   load(self);
   return self;
 }
@@ -32,16 +32,17 @@ export function mount(root, context) {
 export function update(self, state) {
   press(self.groups, state);
   if (self.runs) {
-    follow(self);
     drawNames(self);
     draw(self);
+    read(self);
   }
 }
 
 export function unmount(self) {
   clearInterval(self.clock);
   self.gone = true;
-  self.following.forEach((name) => self.context.api.stop(`run ${name}`));
+  self.context.api.stop('run');
+  self.context.api.stop('runs');
   self.root.replaceChildren();
 }
 
@@ -63,27 +64,26 @@ function chosen(self) {
   return wanted.slice(0, 5);
 }
 
-function follow(self) {
-  for (const name of chosen(self)) {
-    if (self.following.has(name)) continue;
-    self.following.add(name);
-    self.records.set(name, []);
-    self.context.api
-      .stream(`run ${name}`, `/v1/runs/${encodeURIComponent(name)}/events`, undefined, (event) => {
-        if (event.reset) self.records.set(name, []);
-        self.records.get(name).push(...event.records);
-        clearTimeout(self.soon);
-        self.soon = setTimeout(() => {
-          if (!self.gone) {
-            drawNames(self);
-            draw(self);
-          }
-        }, 50);
-      })
-      .catch((error) => self.context.fail(error))
-      .finally(() => {
-        self.following.delete(name);
-      });
+// one run after another, over one connection: those whose figures have changed since they were read
+async function read(self) {
+  if (self.reading) return;
+  self.reading = true;
+  try {
+    for (;;) {
+      const stamp = (run) => `${run.step}/${run.tokens}/${run.restarts}/${run.validation}`;
+      const next = self.gone ? null : self.runs.find((run) => chosen(self).includes(run.name) && self.known.get(run.name) !== stamp(run));
+      if (!next) return;
+      const answer = await self.context.api.ask('run', `/v1/runs/${encodeURIComponent(next.name)}`);
+      if (!answer || self.gone) return;
+      self.known.set(next.name, stamp(next));
+      self.records.set(next.name, answer.records);
+      drawNames(self);
+      draw(self);
+    }
+  } catch (error) {
+    self.context.fail(error);
+  } finally {
+    self.reading = false;
   }
 }
 
@@ -101,7 +101,7 @@ function drawNames(self) {
       const box = h('input', {
         type: 'checkbox',
         checked: place >= 0,
-        onchange: () => store.set({ runs: (place >= 0 ? on.filter((name) => name !== run.name) : [...on, run.name]).join('~') }),
+        onchange: () => store.set({ runs: (place >= 0 ? on.filter((name) => name !== run.name) : [...on, run.name]).join('~') || '~' }), // '~' is none
       });
       const age =
         run.age < 120 ? `${Math.round(run.age)} s` : run.age < 7200 ? `${Math.round(run.age / 60)} min` : `${Math.round(run.age / 3600)} h`;
@@ -141,8 +141,12 @@ function draw(self) {
   const label = by === 'seconds' ? (v) => (v >= 120 ? `${Math.round(v / 6) / 10} min` : `${v} s`) : short;
   const chart = (title, all, height, wide) =>
     curves({ title, lines: all, width: wide, height, log: scale === 'log', label, on: (_, x) => about(self, by, x) });
+  const { notes, differ } = comparable(self, on),
+    bits = lines('bits');
   const small = Math.max(190, Math.min(280, (width - 48) / 3));
   self.charts.replaceChildren(
+    ...notes.map((note) => h('p', { class: 'muted' }, note)),
+    ...(differ && bits.some((line) => line.y.length) ? [chart(t('bitsTitle'), bits, 220, width)] : []),
     chart(t('loss'), [...lines('loss'), ...lines('validation', 'dashed')], 300, width),
     h(
       'div',
@@ -162,7 +166,7 @@ function draw(self) {
   self.samples.replaceChildren(
     ...(told.length
       ? [
-          h('h3', {}, t('samplesTitle')),
+          h('h2', {}, t('samplesTitle')),
           ...told
             .slice(0, 30)
             .map((record) =>
@@ -177,6 +181,19 @@ function draw(self) {
       : []),
   );
   self.context.data({ runs: Object.fromEntries(on.map((name) => [name, self.records.get(name)])) });
+}
+
+// why the losses of the chosen runs cannot be compared
+function comparable(self, on) {
+  const { t } = self.context,
+    runs = self.runs.filter((run) => on.includes(run.name)),
+    masked = runs.filter((run) => run.masked).map((run) => run.name),
+    differ = new Set(runs.map((run) => run.tokenizer).filter(Boolean)).size > 1;
+  const notes = [
+    differ && t('otherTokenizers'),
+    masked.length > 0 && (differ || runs.some((run) => run.tokenizer && !run.masked)) && t('maskedRuns', { names: masked.join(', ') }),
+  ].filter(Boolean);
+  return { notes, differ };
 }
 
 function about(self, by, x) {
@@ -199,6 +216,7 @@ function about(self, by, x) {
             t('atStep', { n: point.step }),
             `loss ${fixed(point.loss, 4)}`,
             checked && `${t('validation')} ${fixed(checked.validation, 4)}`,
+            checked?.bits !== undefined && t('bits', { x: fixed(checked.bits, 4) }),
             point.rate !== undefined && `${t('rate')} ${point.rate.toExponential(2)}`,
             point.norm !== undefined && `${t('gradient')} ${fixed(point.norm, 3)}`,
             point.speed !== undefined && `${short(Math.round(point.speed))} tokens/s`,

@@ -152,17 +152,21 @@ function about(self, i) {
 async function expect(self, i) {
   const { context, answer } = self,
     { t } = context;
-  self.expectedAt = `${self.asked}${i}`;
-  if (!context.model().plume.writes || answer.rank[i] < 0) {
+  const at = `${self.asked}${i}`;
+  self.expectedAt = at;
+  if (!context.model().plume.generates || answer.rank[i] < 0) {
     context.side(...about(self, i));
     return;
   }
-  const before = await context.api.ask(context.question('expected'), '/v1/next-tokens', {
-    model: context.model().id,
-    tokens: answer.tokens.slice(0, i),
-    k: 10,
-  });
-  if (!before) return;
+  const first = Math.max(0, i - answer.context); // a token beyond the context was predicted from what still fits into it
+  const before = await context.api
+    .ask(context.question('expected'), '/v1/next-tokens', {
+      model: context.model().id,
+      ...subject({ ids: answer.tokens.slice(first, i).join('.'), text: '' }),
+      k: 10,
+    })
+    .catch(context.fail);
+  if (!before || self.answer !== answer || self.expectedAt !== at || !self.spans.isConnected) return;
   const { candidates } = before;
   const rows = candidates.tokens.map((id, k) =>
     h(

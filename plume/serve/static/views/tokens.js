@@ -1,6 +1,7 @@
 // Tokens: how the text was cut; ids, bytes, and the merges that built the piece under the pointer.
 
 import { fixed, h, visible } from '../draw.js';
+import { subject } from '../store.js';
 
 export function mount(root, context) {
   const { t } = context,
@@ -19,7 +20,7 @@ export function update(self, state) {
     self.count.textContent = '';
     return;
   }
-  const body = state.ids ? { tokens: state.ids.split('.').map(Number) } : { text: state.text };
+  const body = subject(state);
   context.ask(self.root, context.question('tokens'), '/v1/tokenize', { model: model.id, ...body }, (answer) => {
     self.answer = answer;
     context.adopt(answer);
@@ -64,15 +65,15 @@ async function about(self, i) {
   const parts = [h('h2', { class: 'mono' }, visible(answer.pieces[i])), h('pre', {}, facts)];
   context.side(...parts);
   self.over = i;
-  const told = await context.api
-    .ask(context.question('merges'), '/v1/tokenize', { model: context.model().id, tokens: [answer.tokens[i]], merges: true })
+  const reply = await context.api
+    .ask(context.question('merges'), '/v1/tokenize', { model: context.model().id, input: [answer.tokens[i]], merges: true })
     .catch(() => null);
-  if (!told || self.over !== i) return;
-  const steps = told.merges
+  if (!reply || self.over !== i || self.answer !== answer || !self.pieces.isConnected) return;
+  const steps = reply.merges
     ? h(
         'div',
         { class: 'merges' },
-        told.merges.map((step) =>
+        reply.merges.map((step) =>
           h(
             'div',
             {},

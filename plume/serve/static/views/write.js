@@ -42,7 +42,7 @@ export function update(self, state) {
     input.value = state[name];
   });
   self.settings.textContent = `${context.t('temperature')} ${state.temperature.toFixed(2)} · top-k ${state.topk || context.t('off')} · top-p ${state.topp < 1 ? state.topp.toFixed(2) : context.t('off')}`;
-  self.writes = context.model().plume.writes;
+  self.writes = context.model().plume.generates;
   self.start.disabled = !self.writes;
   if (!self.writes) {
     self.columns.replaceChildren(
@@ -66,7 +66,7 @@ export function key(self, pressed) {
 function begin(self) {
   const { state } = self.context.store;
   self.shown = Array.from({ length: state.samples }, (_, i) =>
-    grow(self, { prompt: subject(state), given: state.text, tokens: [], seed: state.seed + i, parent: null }),
+    grow(self, { prompt: subject(state).input, given: state.text, tokens: [], seed: state.seed + i, parent: null }),
   );
   drawColumns(self);
 }
@@ -85,14 +85,14 @@ async function stream(self, branch) {
   const { context } = self,
     { state } = context.store,
     kept = branch.tokens.map((token) => token.id);
-  let prompt = branch.prompt.tokens ?? null;
+  let prompt = Array.isArray(branch.prompt) ? branch.prompt : null;
   try {
     running(self, 1);
     if (kept.length && prompt === null)
-      prompt = (await context.api.ask(`cut${branch.id}`, '/v1/tokenize', { model: branch.model, text: branch.prompt.text })).tokens;
+      prompt = (await context.api.ask(`cut${branch.id}`, '/v1/tokenize', { model: branch.model, input: branch.prompt })).tokens;
     const body = {
       model: branch.model,
-      prompt: prompt === null ? branch.prompt.text : [...prompt, ...kept],
+      prompt: prompt === null ? branch.prompt : [...prompt, ...kept],
       stream: true,
       logprobs: 10,
       seed: branch.seed,
@@ -104,17 +104,17 @@ async function stream(self, branch) {
     const whole = await context.api.stream(`write${branch.id}`, '/v1/completions', body, ({ choices: [choice] }) => {
       if (!choice) return;
       if (choice.finish_reason) branch.finished = choice.finish_reason;
-      const told = choice.logprobs;
-      told?.token_ids?.forEach((id, i) =>
+      const scores = choice.logprobs;
+      scores?.token_ids?.forEach((id, i) =>
         push(self, branch, {
           id,
           text: i === 0 ? choice.text : '',
-          piece: told.tokens[i],
-          logprob: told.token_logprobs[i],
-          top: told.top[i],
+          piece: scores.tokens[i],
+          logprob: scores.token_logprobs[i],
+          top: scores.top[i],
         }),
       );
-      if (choice.text && !told?.token_ids?.length && branch.tokens.length) {
+      if (choice.text && !scores?.token_ids?.length && branch.tokens.length) {
         branch.tokens.at(-1).text += choice.text;
         redraw(self, branch);
       }

@@ -1,0 +1,3 @@
+"""The command line: one verb per stage, each a function of one config."""
+
+from plume.cli.main import main as main

@@ -1,0 +1,176 @@
+"""The stages of prepare that read documents: find what is kept, count words for a tokenizer, make token shards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plume.config import DataConfig
+from plume.data.batches import generator
+from plume.data.clean import Cleaner, HeldOut, signature, sorted_keys
+from plume.data.documents import Document, read_piece
+from plume.data.pool import Result, Task
+from plume.data.shards import ShardWriter, mapped, token_dtype
+from plume.data.sources import WorkUnit
+from plume.data.tables import Tally
+from plume.text import load_tokenizer
+from plume.text.tokenizer_training import count_words, word_counter, write_run
+from plume.util.files import aside, stream_aside, write_json
+
+BATCH_CHARACTERS = 1 << 20  # documents are handed to the tokenizer in groups of about this size
+HELD_OUT = "held_out"
+Columns = dict[str, tuple[Any, str]]
+
+
+class Survey:
+    """Writes what the search for duplicates needs of the documents of a piece that cleaning keeps."""
+
+    def __init__(self, config: DataConfig, work: Path) -> None:
+        self.config, self.work = config, work
+        self.near = config.clean.duplicates == "near"
+        self.cleaner = Cleaner(config.clean, read_held_out(work) if config.clean.decontaminate else None)
+
+    def __call__(self, task: Task) -> Result:
+        piece, tally = WorkUnit.from_dict(task["piece"]), Tally()
+        hashes, signatures = list[int](), list[npt.NDArray[np.uint32]]()
+        for document in self.kept(piece, tally, Counter()):
+            hashes.append(text_hash(document.text))
+            if self.near:
+                signatures.append(signature(document.text))
+        self.write_keys(f"{piece.number:05}", hashes, signatures)
+        return self.finish(piece, {"entries": len(hashes), "dropped": tally.to_dict()})
+
+    def kept(self, piece: WorkUnit, tally: Tally, counts: Counter[str]) -> Iterator[Document]:
+        for document in read_piece(piece, self.config, tally):
+            counts["read"] += not document.continues  # a continuation is no document of its own
+            counts["characters"] += len(document.text)
+            if (reason := self.cleaner.reason(document)) is not None:
+                tally.drop(reason, document.where, document.size)
+            else:
+                yield document
+
+    def write_keys(self, name: str, hashes: list[int], signatures: list[npt.NDArray[np.uint32]]) -> None:
+        columns: Columns = {"hashes": (hashes, "<u8")}
+        if self.near:
+            columns["signatures"] = (signatures, "<u4")
+        if self.config.clean.duplicates != "keep":
+            keys, order = sorted_keys(hashes, signatures)
+            columns |= {"keys": (keys, "<u8"), "order": (order, "<u4")}
+        self.write_columns(name, columns)
+
+    def write_columns(self, name: str, columns: Columns) -> None:
+        for kind, (values, dtype) in columns.items():
+            with stream_aside(self.work / f"{name}.{kind}") as stream:
+                stream.write(np.asarray(values, dtype).tobytes())
+
+    def finish(self, piece: WorkUnit, result: Result) -> Result:
+        result |= {"number": piece.number, "size": piece.size}
+        write_json(self.work / f"{piece.number:05}.json", result)
+        return result
+
+
+class WordCounter(Survey):
+    """Counts the words of a sample of the documents of a piece that are kept, for training a tokenizer."""
+
+    def __init__(self, config: DataConfig, work: Path, share: float, workers: int) -> None:
+        super().__init__(config, work)
+        self.share, self.count = share, word_counter(config.tokenizer)
+        self.max_memory_mb = max(1, config.tokenizer.max_memory_mb // workers)
+        self.dropped = mapped(work / "dropped", "|b1") if config.clean.duplicates != "keep" else None
+
+    def __call__(self, task: Task) -> Result:
+        piece, tally = WorkUnit.from_dict(task["piece"]), Tally()
+        run = self.work / f"{piece.number:05}.words"
+        texts = self.sample(piece, tally, task["first"])
+        write_run(run, count_words(texts, self.count, max_memory_mb=self.max_memory_mb))
+        return {"size": piece.size, "run": str(run), "dropped": tally.to_dict()}
+
+    def sample(self, piece: WorkUnit, tally: Tally, first: int) -> Iterator[str]:
+        """The texts of documents that are no duplicates, each with the same chance."""
+        random = generator(self.config.tokenizer.seed, "sample", piece.number)
+        for number, document in enumerate(self.kept(piece, tally, Counter()), first):
+            chosen = self.share >= 1 or random.random() < self.share
+            if chosen and (self.dropped is None or not self.dropped[number]):
+                yield from [document.text] if document.target is None else [document.text, document.target]
+
+
+class ShardMaker(Survey):
+    """Makes the shard of a piece, without separators yet. Every worker has one, on this machine or another."""
+
+    def __init__(self, config: DataConfig, work: Path) -> None:
+        super().__init__(config, work)
+        self.tokenizer = load_tokenizer(work / "tokenizer")
+        self.dtype = token_dtype(self.tokenizer.vocab_size)
+
+    def __call__(self, task: Task) -> Result:
+        piece, tally = WorkUnit.from_dict(task["piece"]), Tally()
+        name = f"{piece.number:05}"
+        counts: Counter[str] = Counter()
+        hashes, sizes, continues = list[int](), list[int](), list[bool]()
+        signatures = list[npt.NDArray[np.uint32]]()
+        with ShardWriter(self.work, name, self.dtype) as writer:
+            for group in self.groups(piece, tally, counts):
+                for document, *sides in zip(group, *self.encode(group), strict=True):
+                    if not all(map(len, sides)):
+                        tally.drop("no tokens", document.where, document.size)
+                        continue
+                    for ids in sides:
+                        writer.write(ids)
+                    hashes.append(text_hash(document.text))
+                    sizes.append(document.size)
+                    continues.append(document.continues)
+                    if self.near:
+                        signatures.append(signature(document.text))
+        self.write_keys(name, hashes, signatures)
+        self.write_columns(name, {"sizes": (sizes, "<i8"), "continues": (continues, "|b1")})
+        result = {
+            "entries": len(hashes),
+            "continued": sum(continues),
+            "kept_bytes": sum(sizes),
+            "gap": tally.gap,
+            "tokens": writer.count,
+            **counts,
+            "dropped": tally.to_dict(),
+        }
+        return self.finish(piece, result)
+
+    def groups(self, piece: WorkUnit, tally: Tally, counts: Counter[str]) -> Iterator[list[Document]]:
+        """Documents that stay, in groups that are worth a call of the tokenizer."""
+        group, size = list[Document](), 0
+        for document in self.kept(piece, tally, counts):
+            group.append(document)
+            size += len(document.text)
+            if size >= BATCH_CHARACTERS:
+                yield group
+                group, size = [], 0
+        if group:
+            yield group
+
+    def encode(self, group: list[Document]) -> list[list[npt.NDArray[np.int32]]]:
+        sides = [[d.text for d in group]]
+        if group[0].target is not None:
+            sides.append([d.target for d in group if d.target is not None])
+        return [self.tokenizer.encode_batch(texts) for texts in sides]
+
+
+def write_held_out(work: Path, index: HeldOut) -> None:
+    with aside(work / HELD_OUT) as folder:
+        folder.mkdir()
+        for length, hashes in index.items():
+            np.save(folder / f"{length}.npy", hashes)
+
+
+def read_held_out(work: Path) -> HeldOut:
+    return {int(file.stem): np.load(file, mmap_mode="r") for file in sorted((work / HELD_OUT).iterdir())}
+
+
+def text_hash(text: str) -> int:
+    """64 bits of what a text says: the same for texts that differ in white space and case alone."""
+    plain = " ".join(text.casefold().split())
+    return int.from_bytes(hashlib.blake2b(plain.encode(), digest_size=8).digest(), "little")

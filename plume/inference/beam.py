@@ -1,0 +1,167 @@
+"""Beam search: the likeliest texts instead of drawn ones, for GPTs and for encoder-decoders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from plume.config import SamplingConfig, UserError
+from plume.inference import sampler
+from plume.inference.batcher import Batcher
+from plume.inference.engine import Engine, Feed
+from plume.inference.sequences import Generation, fit_prompt
+from plume.model.likelihood import log_softmax
+from plume.text import Tokenizer
+
+
+@dataclass(frozen=True)
+class Beam:
+    """One text under way in a slot, with the log-probability of each of its new tokens."""
+
+    slot: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    total: float = 0.0  # what the search compares: penalties and bans included
+
+    def rating(self, penalty: float) -> float:
+        return float(self.total / max(1, len(self.logprobs)) ** penalty)
+
+
+def beam_search(
+    batcher: Batcher,
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    config: SamplingConfig,
+    *,
+    source: Sequence[int] | None = None,
+) -> Generation:
+    """The n likeliest continuations found; `source` is the text that an encoder-decoder translates."""
+    engine, count = batcher.engine, config.beams
+    if count > engine.slots:
+        raise UserError(f"beams={count} needs slots={count}; this engine was opened with slots={engine.slots}")
+    tokens = fit_prompt(prompt, config, engine.capacity, engine.config.vocab_size)
+    with batcher.exclusive() as engine:
+        if source is not None:
+            from plume.inference.torch_engine import TorchEngine
+
+            assert isinstance(engine, TorchEngine), "encoder-decoders run on torch"
+            engine.encode(0, fit_prompt(source, config, engine.capacity + 1, engine.config.vocab_size))
+        search = Search(engine, tokenizer, config, len(tokens))
+        feeds, beams = [Feed(0, tokens)], [Beam(0, tuple(tokens))]
+        while beams:
+            logits = engine.step(feeds)
+            beams = search.advance(beams, logits)
+            feeds = [Feed(beam.slot, beam.tokens[-1:]) for beam in beams]
+    return search.result()
+
+
+class Search:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: SamplingConfig, prompt_length: int) -> None:
+        self.engine, self.tokenizer, self.config, self.prompt_length = engine, tokenizer, config, prompt_length
+        self.ends = frozenset((*config.stop_tokens, *(() if config.ignore_eos else tokenizer.ends)))
+        self.finished: list[tuple[Beam, str]] = []  # with the reason, best first
+        room = engine.capacity - prompt_length
+        self.limit = room if config.max_new_tokens is None else min(room, config.max_new_tokens)
+
+    def advance(self, beams: list[Beam], logits: Any) -> list[Beam]:
+        """One token further; the beams that continue, each already in its slot."""
+        following = list[tuple[Beam, Beam]]()
+        children = self._children(beams, logits)
+        if not children:  # everything is banned
+            for beam in beams:
+                self._finish(beam, "length")
+            return []
+        for rank, (parent, child) in enumerate(children):
+            if child.tokens[-1] in self.ends:
+                if rank < self.config.beams:
+                    self._finish(child, "stop")
+            elif (cut := self._stopped(child)) is not None:
+                self._finish(cut, "stop")
+            elif len(following) < self.config.beams:
+                following.append((parent, child))
+        if following and len(following[0][1].logprobs) >= self.limit:
+            for _, child in following:
+                self._finish(child, "length")
+            return []
+        if self._hopeless([child for _, child in following]):
+            return []
+        return self._seat(beams, following)
+
+    def _children(self, beams: list[Beam], logits: Any) -> list[tuple[Beam, Beam]]:
+        """The likeliest extensions of all beams together, twice as many as beams since some of them end."""
+        found = list[tuple[Beam, Beam]]()
+        for beam, row in zip(beams, logits, strict=True):
+            row = row[: self.tokenizer.vocab_size]
+            model = log_softmax(row)
+            scores = sampler.penalised(model, self.config, beam.tokens, self.prompt_length, self.ends)
+            for i in sampler.largest(scores, min(2 * self.config.beams, len(scores))):
+                if np.isneginf(scores[i]):
+                    continue
+                child = Beam(
+                    beam.slot,
+                    (*beam.tokens, int(i)),
+                    (*beam.logprobs, float(model[i])),
+                    beam.total + float(scores[i]),
+                )
+                found.append((beam, child))
+        found.sort(key=lambda pair: -pair[1].total)
+        return found[: 2 * self.config.beams]
+
+    def _stopped(self, beam: Beam) -> Beam | None:
+        """The beam when it has just come to a stop text."""
+        if not self.config.stop or len(beam.logprobs) < self.config.min_new_tokens:
+            return None
+        text = self.tokenizer.decode(beam.tokens[self.prompt_length :])
+        return beam if any(stop in text for stop in self.config.stop) else None
+
+    def _finish(self, beam: Beam, reason: str) -> None:
+        self.finished.append((beam, reason))
+        self.finished.sort(key=lambda pair: -pair[0].rating(self.config.length_penalty))
+        del self.finished[self.config.beams :]
+
+    def _hopeless(self, beams: list[Beam]) -> bool:
+        """Whether no running beam can still pass the worst of enough finished ones."""
+        if not beams:
+            return True
+        if len(self.finished) < self.config.beams:
+            return False
+        length = len(beams[0].logprobs) if self.config.length_penalty <= 0 else self.limit
+        best = float(max(beam.total for beam in beams) / max(1, length) ** self.config.length_penalty)
+        return best <= self.finished[-1][0].rating(self.config.length_penalty)
+
+    def _seat(self, beams: list[Beam], following: list[tuple[Beam, Beam]]) -> list[Beam]:
+        """A parent's first child stays in its slot, the others get copies in slots that nobody needs any more."""
+        kept = {parent.slot for parent, _ in following}
+        free = [slot for slot in range(self.config.beams) if slot not in kept]
+        taken, seated = set[int](), list[Beam]()
+        for parent, child in following:
+            slot = parent.slot
+            if slot in taken:
+                slot = free.pop()
+                self.engine.copy(parent.slot, slot, self.engine.length(parent.slot))
+            taken.add(slot)
+            seated.append(replace(child, slot=slot))
+        return seated
+
+    def result(self) -> Generation:
+        results = [self._generation(beam, reason) for beam, reason in self.finished[: self.config.n]]
+        assert results, "a search always ends with a beam"
+        return results[0] if len(results) == 1 else replace(results[0], samples=tuple(results))
+
+    def _generation(self, beam: Beam, reason: str) -> Generation:
+        new = beam.tokens[self.prompt_length :]
+        shown = new[:-1] if new and new[-1] in self.ends else new
+        text = self.tokenizer.decode(shown)
+        cuts = [at for at in (text.find(stop) for stop in self.config.stop) if at >= 0]
+        return Generation(
+            text=text[: min(cuts)] if cuts else text,
+            tokens=new,
+            finish_reason=reason,
+            logprobs=beam.logprobs,
+            top_logprobs=None,
+            prompt_tokens=self.prompt_length,
+            seed=0,
+        )

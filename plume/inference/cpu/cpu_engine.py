@@ -1,0 +1,304 @@
+"""The CPU engine: compiled kernels, a few threads that wait for work, and memory laid out for them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from plume.config import UserError
+from plume.inference.batcher import FairLock
+from plume.inference.cpu import forward
+from plume.inference.cpu.forward import MANY
+from plume.inference.cpu.lanes import announced_compilation
+from plume.inference.cpu.pack import (
+    GELU,
+    GELU_TANH,
+    JOB_NUMBER,
+    JOB_SIZE,
+    RELU,
+    Packed,
+    Shape,
+    aligned,
+    reserved,
+)
+from plume.inference.cpu.panels import HEADER, KINDS, LANES, PANEL, padded
+from plume.inference.engine import Feed, Logits
+from plume.util.devices import default_threads
+
+PATIENCE = 200_000  # rounds that a helper waits for the next step before it sleeps: a few milliseconds
+ODD = 16 * 4  # bytes by which rows are longer, so that they do not fall on the same cache lines
+
+
+class Turns:
+    """One engine computes at a time in a process, and only its threads are awake: models never compete for cores."""
+
+    def __init__(self) -> None:
+        self.lock = FairLock()
+        self.last: CpuEngine | None = None
+
+    @contextmanager
+    def of(self, engine: CpuEngine) -> Iterator[None]:
+        with self.lock:
+            if self.last is not engine and self.last is not None:
+                self.last.rest()
+            self.last = engine
+            yield
+
+    def leave(self, engine: CpuEngine) -> None:
+        with self.lock:
+            self.last = None if self.last is engine else self.last
+
+
+TURNS = Turns()
+
+
+class CpuEngine:
+    """See engine.Engine, and engine.EncoderEngine for a model that does not continue text.
+
+    Weights are in one of the forms of panels.py; keys and values are float32.
+    """
+
+    def __init__(
+        self,
+        packed: Packed,
+        *,
+        slots: int = 1,
+        capacity: int | None = None,
+        threads: int | None = None,
+        rows: int = 512,
+    ) -> None:
+        config = packed.config
+        if threads is not None and threads < 1:
+            raise UserError(f"threads={threads} must be at least 1; unset it is {default_threads()} here")
+        self.capacity = config.context if capacity is None else min(capacity, config.context)
+        rows = rows if packed.generates else max(rows, self.capacity)  # an encoder reads a sequence in one step
+        self.config, self.packed, self.slots, self.rows = config, packed, slots, rows
+        self.threads = default_threads() if threads is None else threads
+        self.name = f"CPU engine, {packed.precision} weights, {self.threads} threads"
+        self.lengths = np.zeros(slots, np.int64)
+        self._allocate()
+        self._table = np.where(packed.offsets < 0, 0, packed.offsets + packed.block.ctypes.data)
+        self._job = aligned(JOB_SIZE, np.int64)
+        self._tokens, self._slots, self._positions, self._wanted = (np.zeros(rows, np.int64) for _ in range(4))
+        self._jobs, self._encoding = 0, threading.Lock()
+        self._wake, self._sleeping, self._closed = threading.Condition(), 0, False
+        self._helpers = [
+            threading.Thread(target=self._help, args=(i,), daemon=True, name=f"plume-cpu-{i}")
+            for i in range(1, self.threads)
+        ]
+        with announced_compilation("decoder" if packed.generates else "encoder"):
+            self._follow(1, 0, 0, patience=0)
+            for helper in self._helpers:
+                helper.start()
+            if packed.generates:
+                self.step([Feed(0, [0])])
+                self.rewind(0, 0)
+            else:
+                self.encode([[0]])
+
+    def _allocate(self) -> None:
+        """All working memory, and the shape that tells the kernels where it is."""
+        c, rows, capacity = self.config, self.rows, -(-self.capacity // LANES) * LANES
+        head_blocks = -(-c.head_width // LANES)
+        strides = self._strides(capacity)
+        private = 2 * (strides["width_stride"] + strides["codes_stride"])
+        private += MANY * (strides["scores_stride"] + (head_blocks * LANES + 1) * 4)
+        private_bytes = -(-private // 4096) * 4096 + 192
+        panel_bytes = HEADER + max(c.width, c.ffn_width) * PANEL * 4
+        owners = self.slots * c.layers * c.heads if self.packed.generates else self.threads
+        sizes = {
+            **dict.fromkeys(("x", "act", "mixed"), rows * strides["width_stride"]),
+            **{name: rows * strides[f"{name}_stride"] for name in ("codes", "qkv", "middle", "middle_codes", "logits")},
+            "private": self.threads * private_bytes,
+            "panels": self.threads * panel_bytes,
+        }
+        self._memory = {name: aligned(size) for name, size in sizes.items()}
+        self._memory["keys"] = reserved(owners * capacity * c.head_width * 4)
+        self._memory["values"] = reserved(owners * capacity * head_blocks * LANES * 4)
+        self.shape = Shape(
+            layers=c.layers,
+            width=c.width,
+            heads=c.heads,
+            head_width=c.head_width,
+            hidden=c.ffn_width,
+            vocab=c.vocab_size,
+            band=c.band if c.causal else 0,
+            causal=int(c.causal),
+            cached=int(self.packed.generates),
+            post_norm=int(c.norm == "post"),
+            activation={"gelu_tanh": GELU_TANH, "gelu": GELU, "relu": RELU}[c.activation],
+            kind=KINDS[self.packed.precision],
+            int8=int(self.packed.precision in ("int8", "int4")),
+            capacity=capacity,
+            threads=self.threads,
+            private_bytes=private_bytes,
+            panel_bytes=panel_bytes,
+            **strides,
+            **{name: block.ctypes.data for name, block in self._memory.items()},
+        )
+
+    @property
+    def slot_bytes(self) -> int:
+        """What the keys and values of a slot take when it is full; memory is taken as tokens come, page by page."""
+        return (self._memory["keys"].nbytes + self._memory["values"].nbytes) // self.slots
+
+    def _strides(self, capacity: int) -> dict[str, int]:
+        """Bytes from one row of the working memory to the next, by its name in the shape."""
+        c = self.config
+        return {
+            "width_stride": padded(c.width) * 4 + ODD,
+            "qkv_stride": padded(3 * c.width) * 4 + ODD,
+            "middle_stride": padded(c.ffn_width) * 4 + ODD,
+            "codes_stride": padded(c.width) * 5 // 4 + 64,
+            "middle_codes_stride": padded(c.ffn_width) * 5 // 4 + 64,
+            "logits_stride": padded(c.vocab_size) * 4 if self.packed.generates else padded(c.width) * 4 + ODD,
+            "scores_stride": (capacity + 4 * LANES) * 4,
+        }
+
+    def _help(self, thread: int) -> None:
+        """A helper's life: share in the steps while they come quickly, sleep when they do not."""
+        done, meetings = 0, 0
+        while True:
+            done, meetings = self._follow(thread, done, meetings, PATIENCE)
+            with self._wake:
+                self._sleeping += 1
+                self._wake.wait_for(lambda done=done: self._closed or self._jobs != done)  # type: ignore[misc]
+                self._sleeping -= 1
+            if self._closed:
+                return
+
+    def _follow(self, thread: int, done: int, meetings: int, patience: int) -> tuple[int, int]:
+        return forward.follow(
+            self.shape, self._table, self._job, self._job.ctypes.data, thread, done, self._tokens, self._slots,
+            self._positions, self._wanted, meetings, patience,
+        )  # fmt: skip
+
+    def _run(self, rows: int, wanted: int) -> None:
+        with TURNS.of(self):
+            with self._wake:
+                self._jobs += 1
+                if self._sleeping:
+                    self._wake.notify_all()
+            forward.lead(
+                self.shape, self._table, self._job, self._job.ctypes.data, self._jobs, self._tokens, self._slots,
+                self._positions, self._wanted, rows, wanted,
+            )  # fmt: skip
+
+    def rest(self) -> None:
+        """Let the helpers sleep at once, until this engine's next step."""
+        self._job[JOB_NUMBER] = -1
+
+    def length(self, slot: int) -> int:
+        return int(self.lengths[slot])
+
+    def step(self, feeds: Sequence[Feed]) -> Logits:
+        total = sum(len(feed.tokens) for feed in feeds)
+        parts = [self._part(part) for part in self._parts(feeds, total)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _parts(self, feeds: Sequence[Feed], total: int) -> list[list[Feed]]:
+        """The feeds cut so that each part fits into the working memory."""
+        if total <= self.rows:
+            return [list(feeds)]
+        parts, room = [list[Feed]()], self.rows
+        for feed in feeds:
+            start = 0
+            while start < len(feed.tokens):
+                taken = min(room, len(feed.tokens) - start)
+                after = len(feed.tokens) - start - taken
+                wanted = max(0, min(taken, feed.wanted - after))
+                parts[-1].append(Feed(feed.slot, feed.tokens[start : start + taken], wanted))
+                start, room = start + taken, room - taken
+                if room == 0:
+                    parts, room = [*parts, []], self.rows
+        return [part for part in parts if part]
+
+    def _part(self, feeds: Sequence[Feed]) -> Logits:
+        row = wanted = 0
+        for feed in feeds:
+            new, length = len(feed.tokens), self.length(feed.slot)
+            assert length + new <= self.capacity, f"{length + new} tokens do not fit into a slot of {self.capacity}"
+            assert 0 <= feed.wanted <= new, "logits come from tokens of this step"
+            assert min(feed.tokens) >= 0 and max(feed.tokens) < self.config.vocab_size, "a token is in the vocabulary"
+            self._tokens[row : row + new] = feed.tokens
+            self._slots[row : row + new] = feed.slot
+            self._positions[row : row + new] = range(length, length + new)
+            self._wanted[wanted : wanted + feed.wanted] = range(row + new - feed.wanted, row + new)
+            self.lengths[feed.slot] += new
+            row, wanted = row + new, wanted + feed.wanted
+        self._run(row, wanted)
+        stride = self.shape.logits_stride
+        flat = self._memory["logits"][: wanted * stride].view(np.float32)
+        logits = flat.reshape(wanted, stride // 4)[:, : self.config.vocab_size]
+        return logits.copy() if row == self.rows else logits  # a full part may be followed by another
+
+    def encode(
+        self,
+        sequences: Sequence[Sequence[int]],
+        segments: Sequence[Sequence[int]] | None = None,
+        *,
+        between: Callable[[], None] = lambda: None,
+    ) -> list[Logits]:
+        found = list[Logits]()
+        while len(found) < len(sequences):
+            begin, end, rows = len(found), len(found), 0
+            while end < len(sequences) and rows + len(sequences[end]) <= self.rows:
+                rows, end = rows + len(sequences[end]), end + 1
+            assert end > begin, f"{len(sequences[begin])} tokens do not fit into a context of {self.capacity}"
+            between()
+            found += self._encode_part(sequences[begin:end], None if segments is None else segments[begin:end])
+        return found
+
+    def _encode_part(
+        self, sequences: Sequence[Sequence[int]], segments: Sequence[Sequence[int]] | None
+    ) -> list[Logits]:
+        """Whole sequences that fit into the working memory together."""
+        c, stride = self.config, self.shape.logits_stride // 4
+        lengths = [len(tokens) for tokens in sequences]
+        assert min(lengths) > 0 and max(lengths) <= self.capacity, "sequences fit into the context"
+        rows = sum(lengths)
+        with self._encoding:
+            self._tokens[:rows] = np.concatenate(sequences)
+            tokens = self._tokens[:rows]
+            assert tokens.min() >= 0 and tokens.max() < c.vocab_size, "a token is in the vocabulary"
+            self._slots[:rows] = np.repeat(np.arange(len(lengths)), lengths)
+            self._positions[:rows] = np.concatenate([np.arange(n) for n in lengths])
+            if segments is not None:
+                numbers = np.concatenate(segments)
+                assert numbers.min() >= 0 and numbers.max() < max(1, c.segments), "a segment is in the table"
+                self._positions[:rows] += c.context * numbers  # a segment has position rows of its own
+            self._wanted[:rows] = np.arange(rows)
+            self._run(rows, rows)
+            hidden = self._memory["logits"].view(np.float32)[: rows * stride].reshape(rows, stride)[:, : c.width].copy()
+        return np.split(hidden, np.cumsum(lengths)[:-1])
+
+    def rewind(self, slot: int, length: int) -> None:
+        assert 0 <= length <= self.lengths[slot]
+        self.lengths[slot] = length
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        assert length <= self.lengths[source]
+        c, blocks = self.config, -(-length // LANES)
+        keys = self._memory["keys"].view(np.float32).reshape(self.slots, c.layers, c.heads, -1, c.head_width * LANES)
+        values = (
+            self._memory["values"]
+            .view(np.float32)
+            .reshape(self.slots, c.layers, c.heads, -1, self.shape.capacity, LANES)
+        )
+        keys[target, :, :, :blocks] = keys[source, :, :, :blocks]
+        values[target, :, :, :, :length] = values[source, :, :, :, :length]
+        self.lengths[target] = length
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        TURNS.leave(self)
+        with self._wake:
+            self._closed = True
+            self._job[JOB_NUMBER] = -1
+            self._wake.notify_all()
+        for helper in self._helpers:
+            helper.join()

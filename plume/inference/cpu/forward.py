@@ -1,0 +1,390 @@
+"""One step of a model on the CPU, compiled by numba: every thread runs `forward` on its share, meeting at barriers."""
+
+# M rows in this step (tokens of any sequences), D model width, K head width. All addresses and strides are in bytes.
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numba import carray, types
+
+from plume.inference.cpu import lanes, tiles
+from plume.inference.cpu.arithmetic import ONE, activate, exp, gather, multiply, normalise, padded, quantise, share
+from plume.inference.cpu.lanes import compiled
+from plume.inference.cpu.pack import (
+    ATTN_NORM,
+    DOWN,
+    DOWN_BIAS,
+    FINAL_NORM,
+    HEAD,
+    JOB_BARRIER,
+    JOB_NUMBER,
+    JOB_ROWS,
+    JOB_WANTED,
+    MLP_NORM,
+    OUT,
+    OUT_BIAS,
+    PER_LAYER,
+    POSITIONS,
+    QKV,
+    QKV_BIAS,
+    TOKENS,
+    UP,
+    UP_BIAS,
+    Shape,
+)  # fmt: skip
+from plume.inference.cpu.panels import GROUP, LANES, PANEL
+
+FEW, MANY = (4 if lanes.WIDE else 2), tiles.TOGETHER[0]  # neighbouring queries that attend together
+mix_1, mix_1x4, mix_few, mix_few_2, mix_many, mix_many_2 = (
+    tiles.tile(tiles.float_tile(q, p)) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, 2))
+)
+
+if sys.platform == "win32":
+
+    @compiled
+    def give_way() -> None:
+        lanes.pause()
+else:
+    give_way = types.ExternalFunction("sched_yield", types.int32())
+
+
+@compiled
+def wait_for(address: int, target: int) -> None:
+    """Wait until a shared counter has come this far; after a while let others use the core."""
+    spins = 0
+    while lanes.atomic_load(address) < target:
+        lanes.pause()
+        spins += 1
+        if spins > 4000:
+            give_way()
+
+
+@compiled
+def meet(job: int, threads: int, meetings: int) -> int:
+    """The barrier: nobody goes on before all have come. Counts only ever grow, so nothing needs resetting."""
+    meetings += 1
+    lanes.atomic_add(job + 8 * JOB_BARRIER, 1)
+    wait_for(job + 8 * JOB_BARRIER, meetings * threads)
+    return meetings
+
+
+@compiled
+def remember(shape: Shape, m: int, head: int, position: int, keys: int, values: int) -> None:
+    """Write a row's key (16 positions side by side) and value (16 numbers side by side) of one head."""
+    size, capacity = shape.head_width, shape.capacity
+    blocks = (size + LANES - 1) // LANES
+    row = shape.qkv + m * shape.qkv_stride + head * size * 4
+    new_key = carray(lanes.floats_at(row + shape.width * 4), (size,))
+    new_value = carray(lanes.floats_at(row + 2 * shape.width * 4), (size,))
+    all_keys = carray(lanes.floats_at(keys), (capacity * size,))
+    all_values = carray(lanes.floats_at(values), (capacity * blocks * LANES,))
+    base = (position // LANES) * size * LANES + position % LANES
+    for d in range(size):
+        all_keys[base + d * LANES] = new_key[d]
+        all_values[((d // LANES) * capacity + position) * LANES + d % LANES] = new_value[d]
+
+
+@compiled
+def clear(address: int, count: int) -> None:
+    x = carray(lanes.floats_at(address), (count,))
+    for i in range(count):
+        x[i] = np.float32(0)
+
+
+@compiled
+def soften(scores: int, before: int, count: int, after: int, scale: Any) -> Any:
+    """So many scores become their softmax times the number that is returned; those around them, which tiles have
+    computed too, become zeros."""
+    clear(scores, before)
+    clear(scores + (before + count) * 4, after)
+    x = carray(lanes.floats_at(scores + before * 4), (count,))
+    largest, total = np.float32(-3e38), np.float32(0)
+    for i in range(count):
+        largest = lanes.larger(largest, x[i])
+    for i in range(count):
+        x[i] = exp((x[i] - largest) * scale)
+        total += x[i]
+    return total
+
+
+@compiled
+def mix(
+    queries: int, at: int, block_stride: int, blocks: int, values: int, stride: int, out: int, out_stride: int,
+    depth: int,
+) -> None:  # fmt: skip
+    """So many queries times blocks of 16 keys, or their weights times blocks of 16 columns of the values."""
+    b = 0
+    while b < blocks:
+        a, o, taken = at + b * block_stride, out + b * LANES * 4, 1
+        if queries == 1 and b + 4 <= blocks:
+            mix_1x4(a, block_stride, values, stride, 0, o, out_stride, depth)
+            taken = 4
+        elif queries == 1:
+            mix_1(a, 0, values, stride, 0, o, out_stride, depth)
+        elif queries == MANY and b + 2 <= blocks:
+            mix_many_2(a, block_stride, values, stride, 0, o, out_stride, depth)
+            taken = 2
+        elif queries == MANY:
+            mix_many(a, 0, values, stride, 0, o, out_stride, depth)
+        elif b + 2 <= blocks:
+            mix_few_2(a, block_stride, values, stride, 0, o, out_stride, depth)
+            taken = 2
+        else:
+            mix_few(a, 0, values, stride, 0, o, out_stride, depth)
+        b += taken
+
+
+@compiled
+def attend(
+    shape: Shape, layer: int, head: int, keys: int, values: int, position: int, until: int, m: int, queries: int,
+    memory: int,
+) -> None:  # fmt: skip
+    """Attention of one head for 1, FEW or MANY neighbouring rows of one sequence, the first at this position, to the
+    keys before `until`; where attention is causal, each row sees none behind its own."""
+    size, capacity = shape.head_width, shape.capacity
+    blocks = (size + LANES - 1) // LANES
+    band = shape.band if layer % 2 else 0
+    low_block = max(0, position - band + 1) // LANES if band else 0
+    first, key_blocks = low_block * LANES, (until + LANES - 1) // LANES - low_block
+    query = shape.qkv + m * shape.qkv_stride + head * size * 4
+    scores, out = memory, memory + MANY * shape.scores_stride
+    at, block = keys + low_block * size * LANES * 4, size * LANES * 4
+    mix(queries, at, block, key_blocks, query, shape.qkv_stride, scores, shape.scores_stride, size)
+    scale = ONE / np.sqrt(np.float32(size))
+    totals = carray(lanes.floats_at(out + MANY * blocks * LANES * 4), (MANY,))
+    for q in range(queries):
+        low = max(0, position + q - band + 1) if band else 0
+        high = position + q + 1 if shape.causal else until
+        totals[q] = soften(scores + q * shape.scores_stride, low - first, high - low, until - high, scale)
+    at, block = values + first * LANES * 4, capacity * LANES * 4
+    mix(queries, at, block, blocks, scores, shape.scores_stride, out, blocks * LANES * 4, until - first)
+    for q in range(queries):
+        source = carray(lanes.floats_at(out + q * blocks * LANES * 4), (size,))
+        target = carray(lanes.floats_at(shape.mixed + (m + q) * shape.width_stride + head * size * 4), (size,))
+        share = ONE / totals[q]
+        for d in range(size):
+            target[d] = source[d] * share
+
+
+@compiled
+def neighbours(slots: Any, positions: Any, m: int, rows: int) -> int:
+    """How many rows from this one on are one sequence's next tokens, told as MANY, FEW or 1."""
+    n = 1
+    while n < MANY and m + n < rows and slots[m + n] == slots[m] and positions[m + n] == positions[m] + n:
+        n += 1
+    return MANY if n == MANY else FEW if n >= FEW else 1
+
+
+@compiled
+def cache_sizes(shape: Shape) -> tuple[int, int]:
+    """Bytes of the keys and of the values of one head of one sequence."""
+    blocks = (shape.head_width + LANES - 1) // LANES
+    return shape.capacity * shape.head_width * 4, shape.capacity * blocks * LANES * 4
+
+
+@compiled
+def whole_attention(shape: Shape, layer: int, thread: int, slots: Any, rows: int, memory: int) -> None:
+    """This thread's share of the heads of all sequences, each of which is read as a whole: its keys and values are
+    needed no longer than its own attention takes, and stay near the core."""
+    key_bytes, value_bytes = cache_sizes(shape)
+    keys, values = shape.keys + thread * key_bytes, shape.values + thread * value_bytes
+    items = (slots[rows - 1] + 1) * shape.heads
+    low, high = items * thread // shape.threads, items * (thread + 1) // shape.threads
+    first = 0
+    while first < rows:
+        length = 1
+        while first + length < rows and slots[first + length] == slots[first]:
+            length += 1
+        item = slots[first] * shape.heads
+        for head in range(max(0, low - item), min(shape.heads, high - item)):
+            for i in range(length):
+                remember(shape, first + i, head, i, keys, values)
+            i = 0
+            while i < length:
+                queries = MANY if length - i >= MANY else FEW if length - i >= FEW else 1
+                until = i + queries if shape.causal else length
+                attend(shape, layer, head, keys, values, i, until, first + i, queries, memory)
+                i += queries
+        first += length
+
+
+@compiled
+def attention(shape: Shape, layer: int, thread: int, slots: Any, positions: Any, rows: int, memory: int) -> None:
+    """This thread's heads, for all rows, to what their slots have read and are reading."""
+    if not shape.cached:
+        whole_attention(shape, layer, thread, slots, rows, memory)
+        return
+    key_bytes, value_bytes = cache_sizes(shape)
+    for head in range(shape.heads * thread // shape.threads, shape.heads * (thread + 1) // shape.threads):
+        for m in range(rows):
+            owner = (slots[m] * shape.layers + layer) * shape.heads + head
+            keys, values = shape.keys + owner * key_bytes, shape.values + owner * value_bytes
+            remember(shape, m, head, positions[m], keys, values)
+        m = 0
+        while m < rows:
+            queries, position = neighbours(slots, positions, m, rows), positions[m]
+            owner = (slots[m] * shape.layers + layer) * shape.heads + head
+            keys, values = shape.keys + owner * key_bytes, shape.values + owner * value_bytes
+            attend(shape, layer, head, keys, values, position, position + queries, m, queries, memory)
+            m += queries
+
+
+@compiled
+def embed(shape: Shape, table: Any, token: int, position: int, out: int) -> None:
+    """Token row, gathered out of panels (the output head's own where they are tied), plus position row."""
+    width = shape.width
+    x = carray(lanes.floats_at(out), (width,))
+    gather(shape.kind, table[shape.layers * PER_LAYER + TOKENS], width, token, out)
+    places = carray(lanes.floats_at(table[shape.layers * PER_LAYER + POSITIONS]), (1 + (position + 1) * width,))
+    factor, row = places[0], 1 + position * width
+    for i in range(width):
+        x[i] = x[i] * factor + places[row + i]
+
+
+@compiled
+def prepare(shape: Shape, norm: int, act: int, codes: int, depth: int, low: int, high: int) -> None:
+    """Rows low..high of the stream as a product wants them: normalised, and as bytes if the weights are."""
+    for m in range(low, high):
+        normalise(shape.x + m * shape.width_stride, act + m * shape.width_stride, shape.width, norm)
+        if shape.int8:
+            row = codes + m * shape.codes_stride
+            quantise(act + m * shape.width_stride, shape.width, row, depth, 0, depth // GROUP)
+
+
+@compiled
+def return_to_stream(
+    shape: Shape, weights: int, bias: int, depth: int, values: int, stride: int, base: int, rows: int, thread: int
+) -> None:
+    """This thread's columns of x = base + product. The product goes where queries were: nobody needs them any more."""
+    begin, end = share(shape.width, thread, shape.threads)
+    panel, out, out_stride = shape.panels + thread * shape.panel_bytes, shape.qkv, shape.width_stride
+    multiply(shape.kind, weights, depth, begin, end, values, stride, rows, bias, out, out_stride, panel)
+    count = min(end * PANEL, shape.width) - begin * PANEL
+    for m in range(rows):
+        at = m * shape.width_stride + begin * PANEL * 4
+        x = carray(lanes.floats_at(shape.x + at), (count,))
+        old, new = carray(lanes.floats_at(base + at), (count,)), carray(lanes.floats_at(out + at), (count,))
+        for i in range(count):
+            x[i] = old[i] + new[i]
+
+
+@compiled
+def forward(
+    shape: Shape, table: Any, job: int, thread: int, tokens: Any, slots: Any, positions: Any, wanted: Any,
+    rows: int, heads_wanted: int, meetings: int,
+) -> int:  # fmt: skip
+    """This thread's share of one step; returns how many meetings there have been. Results only for `wanted` rows."""
+    threads, width, kind, int8 = shape.threads, shape.width, shape.kind, shape.int8
+    depth, hidden_depth = (padded(width), padded(shape.hidden)) if int8 else (width, shape.hidden)
+    alone = rows <= 2  # then each thread prepares all rows for itself, which is cheaper than meeting
+    own = shape.private + thread * shape.private_bytes
+    memory = own + 2 * (shape.width_stride + shape.codes_stride)
+    panel = shape.panels + thread * shape.panel_bytes
+    act = own if alone else shape.act
+    codes = own + 2 * shape.width_stride if alone else shape.codes
+    low, high = (0, rows) if alone else (rows * thread // threads, rows * (thread + 1) // threads)
+    values, stride = (codes, shape.codes_stride) if int8 else (act, shape.width_stride)
+    for m in range(rows * thread // threads, rows * (thread + 1) // threads):
+        embed(shape, table, tokens[m], positions[m], shape.x + m * shape.width_stride)
+    meetings = meet(job, threads, meetings)
+    for layer in range(shape.layers):
+        at = table[layer * PER_LAYER : (layer + 1) * PER_LAYER]
+        prepare(shape, at[ATTN_NORM], act, codes, depth, low, high)
+        if not alone:
+            meetings = meet(job, threads, meetings)
+        begin, end = share(3 * width, thread, threads)
+        multiply(
+            kind, at[QKV], depth, begin, end, values, stride, rows, at[QKV_BIAS], shape.qkv, shape.qkv_stride, panel
+        )
+        meetings = meet(job, threads, meetings)
+        attention(shape, layer, thread, slots, positions, rows, memory)
+        meetings = meet(job, threads, meetings)
+        mixed, mixed_stride = shape.mixed, shape.width_stride
+        if int8:
+            for m in range(low, high):
+                quantise(mixed + m * mixed_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP)
+            if not alone:
+                meetings = meet(job, threads, meetings)
+            mixed, mixed_stride = codes, shape.codes_stride
+        base = act if shape.post_norm else shape.x
+        return_to_stream(shape, at[OUT], at[OUT_BIAS], depth, mixed, mixed_stride, base, rows, thread)
+        meetings = meet(job, threads, meetings)
+        prepare(shape, at[MLP_NORM], act, codes, depth, low, high)
+        if not alone:
+            meetings = meet(job, threads, meetings)
+        begin, end = share(shape.hidden, thread, threads)
+        multiply(
+            kind, at[UP], depth, begin, end, values, stride, rows, at[UP_BIAS], shape.middle, shape.middle_stride, panel
+        )
+        for m in range(rows):
+            row = shape.middle + m * shape.middle_stride
+            activate(carray(lanes.floats_at(row + begin * PANEL * 4), ((end - begin) * PANEL,)), shape.activation)
+            if int8:
+                out = shape.middle_codes + m * shape.middle_codes_stride
+                quantise(row, padded(shape.hidden), out, hidden_depth, begin // 2, end // 2)
+        meetings = meet(job, threads, meetings)
+        middle, middle_stride = shape.middle, shape.middle_stride
+        if int8:
+            middle, middle_stride = shape.middle_codes, shape.middle_codes_stride
+        return_to_stream(shape, at[DOWN], at[DOWN_BIAS], hidden_depth, middle, middle_stride, base, rows, thread)
+        meetings = meet(job, threads, meetings)
+    return head(shape, table, job, thread, wanted, heads_wanted, depth, meetings)
+
+
+@compiled
+def head(shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int, depth: int, meetings: int) -> int:
+    """Final norm of the wanted rows, and the logits of a model that continues text."""
+    threads, at = shape.threads, table[shape.layers * PER_LAYER :]
+    act = shape.act if shape.cached else shape.logits
+    for m in range(rows * thread // threads, rows * (thread + 1) // threads):
+        normalise(shape.x + wanted[m] * shape.width_stride, act + m * shape.width_stride, shape.width, at[FINAL_NORM])
+        if shape.cached and shape.int8:
+            row = shape.codes + m * shape.codes_stride
+            quantise(act + m * shape.width_stride, shape.width, row, depth, 0, depth // GROUP)
+    meetings = meet(job, threads, meetings)
+    if not shape.cached:
+        return meetings
+    values, stride = (shape.codes, shape.codes_stride) if shape.int8 else (act, shape.width_stride)
+    begin, end = share(shape.vocab, thread, threads)
+    panel = shape.panels + thread * shape.panel_bytes
+    multiply(shape.kind, at[HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride, panel)
+    return meet(job, threads, meetings)
+
+
+@compiled
+def lead(
+    shape: Shape, table: Any, job: Any, address: int, number: int, tokens: Any, slots: Any, positions: Any,
+    wanted: Any, rows: int, heads_wanted: int,
+) -> None:  # fmt: skip
+    """What the calling thread does: announce the job and take the first share. It leaves a job after everybody's last
+    meeting, so the counter says how many there have been, even where Ctrl-C came in between."""
+    meetings = lanes.atomic_load(address + 8 * JOB_BARRIER) // shape.threads
+    job[JOB_ROWS], job[JOB_WANTED] = rows, heads_wanted
+    lanes.atomic_store(address + 8 * JOB_NUMBER, number)
+    forward(shape, table, address, 0, tokens, slots, positions, wanted, rows, heads_wanted, meetings)
+
+
+@compiled
+def follow(
+    shape: Shape, table: Any, job: Any, address: int, thread: int, done: int, tokens: Any, slots: Any,
+    positions: Any, wanted: Any, meetings: int, patience: int,
+) -> tuple[int, int]:  # fmt: skip
+    """What a helper does: take its share of every job until none has come for a while, or the job is negative."""
+    idle = 0
+    while idle < patience:
+        number = lanes.atomic_load(address + 8 * JOB_NUMBER)
+        if number < 0:
+            return done, meetings
+        if number == done:
+            lanes.pause()
+            idle += 1
+            continue
+        rows, heads_wanted = job[JOB_ROWS], job[JOB_WANTED]
+        meetings = forward(
+            shape, table, address, thread, tokens, slots, positions, wanted, rows, heads_wanted, meetings
+        )
+        done, idle = number, 0
+    return done, meetings

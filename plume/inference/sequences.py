@@ -1,0 +1,342 @@
+"""One answer under way: what it has read, what it may write next, when it ends, and the text that can be shown."""
+
+from __future__ import annotations
+
+import secrets
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from plume.config import SamplingConfig, UserError
+from plume.inference import sampler
+from plume.inference.sampler import Ids
+from plume.model.likelihood import Floats
+from plume.text import Tokenizer
+from plume.util import drawings
+
+if TYPE_CHECKING:
+    from plume.inference.batcher import Batcher
+    from plume.inference.engine import Engine
+
+SHOWN_CHARACTERS = 60  # of a text in its short form
+Guess = Callable[[Sequence[int], int], list[int]]  # the text so far, how many at most -> tokens that may follow
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """A token that was written, with what the model itself thought of it and of others (before any sampling rule)."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, repr=False)
+class Generation:
+    """A finished text; `print` shows it."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str  # "stop": the end token or a stop came; "length": the limit or the context's end
+    logprobs: tuple[float, ...] | None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None  # (id, log-probability) of the likeliest, by token
+    prompt_tokens: int
+    seed: int
+    samples: tuple[Generation, ...] = ()  # all n answers when more than one was asked for, this one first
+
+    @property
+    def mean_logprob(self) -> float:
+        return float(np.mean(self.logprobs)) if self.logprobs else float("-inf")
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        text = self.text if len(self.text) <= SHOWN_CHARACTERS else f"{self.text[:SHOWN_CHARACTERS]} ..."
+        more = f", samples={len(self.samples)}" if self.samples else ""
+        return f"Generation({text!r}, tokens={len(self.tokens)}, finish_reason={self.finish_reason!r}{more})"
+
+    def _repr_html_(self) -> str:
+        """The text of each sample with its facts."""
+        return "".join(
+            f"<figure style='display:inline-block;vertical-align:top;max-width:34em;margin:.5em 1.5em .5em 0'>"
+            f"<div style='white-space:pre-wrap'>{drawings.plain(one.text)}</div>"
+            f"<figcaption>{len(one.tokens)} tokens, {one.finish_reason}, seed {one.seed}</figcaption>"
+            "</figure>"
+            for one in (self.samples if self.samples else (self,))
+        )
+
+
+def fresh_seed(config: SamplingConfig) -> int:
+    return secrets.randbits(32) if config.seed is None else config.seed
+
+
+def check_ids(tokens: Sequence[int], vocab_size: int, where: str = "") -> None:
+    if len(tokens) and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise UserError(f"token id {wrong}{where} is outside the vocabulary (0 to {vocab_size - 1})")
+
+
+def fit_prompt(prompt: Sequence[int], config: SamplingConfig, context: int, vocab_size: int) -> list[int]:
+    """The prompt, checked, and cut from the left when it is too long and the policy allows that."""
+    if len(prompt) == 0:
+        raise UserError("the prompt is empty; leave it out for a sample from the start token")
+    check_ids(prompt, vocab_size)
+    check_ids((*config.logit_bias, *config.stop_tokens), vocab_size, " in logit_bias or stop_tokens")
+    if len(prompt) < context:
+        return list(prompt)
+    new = 1 if config.max_new_tokens is None else config.max_new_tokens
+    cut = max(1, context - new)
+    if config.overflow == "refuse":
+        raise UserError(
+            f"the prompt has {len(prompt)} tokens, but the context holds {context} with at least one new one; "
+            f"overflow=truncate keeps the last {cut}, overflow=slide moves the window on"
+        )
+    return list(prompt[-(cut if config.overflow == "truncate" else max(1, context // 2)) :])
+
+
+class Healing:
+    """Token healing: the prompt's last tokens are taken back, and what is written must begin with their bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        table = tokenizer.piece_table
+        special = set(tokenizer.special_ids.values())
+        self.pieces = table
+        self.sorted = sorted((piece, i) for i, piece in enumerate(table) if piece and i not in special)
+
+    def starting_with(self, prefix: bytes) -> list[int]:
+        """Tokens whose bytes begin with these, or are a beginning of them."""
+        low = bisect_left(self.sorted, (prefix, -1))
+        found = []
+        while low < len(self.sorted) and self.sorted[low][0].startswith(prefix):
+            found.append(self.sorted[low][1])
+            low += 1
+        for size in range(1, len(prefix)):
+            at = bisect_left(self.sorted, (prefix[:size], -1))
+            while at < len(self.sorted) and self.sorted[at][0] == prefix[:size]:
+                found.append(self.sorted[at][1])
+                at += 1
+        return found
+
+    def take_back(self, prompt: list[int], start: int | None, most: int = 4) -> tuple[list[int], bytes]:
+        """The prompt without the longest tail that a longer token begins with, and that tail.
+
+        When nothing of the prompt is left, the start token stands in for it.
+        """
+        stand_in = [] if start is None else [start]
+        for count in range(min(most, len(prompt) - 1 + len(stand_in)), 0, -1):
+            tail = b"".join(self.pieces[i] for i in prompt[-count:])
+            try:
+                tail.decode()
+            except UnicodeDecodeError:
+                continue  # the tail starts inside a character
+            longer = any(len(self.pieces[i]) > len(tail) for i in self.starting_with(tail))
+            if tail and longer:
+                return prompt[:-count] or stand_in, tail
+        return prompt, b""
+
+
+@lru_cache(maxsize=4)
+def healing(tokenizer: Tokenizer) -> Healing:
+    return Healing(tokenizer)
+
+
+class SequenceState:
+    """One sequence under way. A batcher gives it logits; it never touches an engine."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        config: SamplingConfig,
+        *,
+        tokenizer: Tokenizer,
+        context: int,
+        vocab_size: int,
+        seed: int,
+        sample: int = 0,
+        guess: Guess | None = None,
+    ) -> None:
+        vocab_size = min(vocab_size, tokenizer.vocab_size)  # rows that only pad the table are never written
+        self.config, self.tokenizer, self.context, self.vocab_size = config, tokenizer, context, vocab_size
+        self.seed, self.sample, self.guess = seed, sample, guess
+        tokens = fit_prompt(prompt, config, context, vocab_size)
+        self.prompt_tokens = len(tokens)
+        self.owed = b""  # what healing has taken back and the new tokens must begin with
+        if config.token_healing:
+            tokens, self.owed = healing(tokenizer).take_back(tokens, tokenizer.start)
+        self.skip = len(self.owed.decode())  # characters of the prompt that come again
+        self.tokens = tokens  # prompt and answer
+        self.prompt_length = len(tokens)
+        self.base = 0  # where the window starts; moves when it slides
+        self.ends = frozenset((*(() if config.ignore_eos else tokenizer.ends), *config.stop_tokens))
+        self.choices: list[TokenChoice] = []
+        self.finish_reason: str | None = None
+        self.text = ""  # what may be shown for good
+        self._held = ""  # text that may be the beginning of a stop
+        self._given = 0
+        self._streamer = tokenizer.streamer()
+        for token in tokens[-8:]:  # so that a space between two words belongs to the answer
+            self._streamer.push(token)
+
+    # -- what the batcher asks for
+
+    @property
+    def window(self) -> list[int]:
+        return self.tokens[self.base :]
+
+    @property
+    def written(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    def guesses(self, room: int) -> list[int]:
+        """Tokens to verify together with the next one."""
+        if self.guess is None or self.owed:
+            return []
+        left = room if self.config.max_new_tokens is None else self.config.max_new_tokens - len(self.choices) - 1
+        most = min(self.config.speculate_tokens, room, left)
+        return self.guess(self.tokens, most) if most > 0 else []
+
+    def accept(self, logits: Floats, guesses: Sequence[int]) -> int:
+        """Take rows of logits (one more than there were guesses); returns how many tokens were written."""
+        for i, row in enumerate(logits):
+            token = self._pick(row[: self.vocab_size])
+            self._write(token)
+            if self.finish_reason is not None or i == len(guesses) or token.id != guesses[i]:
+                return i + 1
+        raise AssertionError("there is one row more than there are guesses")
+
+    def slide(self) -> None:
+        """Move the window on: forget the older half."""
+        self.base = len(self.tokens) - self.context // 2
+
+    @property
+    def full(self) -> bool:
+        return len(self.window) >= self.context
+
+    # -- choosing
+
+    def _pick(self, logits: Floats) -> TokenChoice:
+        scores = sampler.penalised(logits, self.config, self.tokens, self.prompt_length, self.ends)
+        if self.owed:
+            allowed: Ids = np.array(healing(self.tokenizer).starting_with(self.owed))
+            given = scores if np.isfinite(scores[allowed]).any() else logits  # a ban of all of them cannot hold
+            scores = np.full_like(scores, -np.inf)
+            scores[allowed] = given[allowed]
+        token = sampler.choose(scores, self.config, self.seed, self.sample, len(self.choices))
+        if self.config.logprobs is None and self.config.best_of is None:
+            return TokenChoice(token)
+        total = sampler.log_normaliser(logits)
+        top = sampler.largest(logits, self.config.logprobs) if self.config.logprobs else ()
+        return TokenChoice(token, float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in top))
+
+    def _write(self, choice: TokenChoice) -> None:
+        self.choices.append(choice)
+        if self.owed:
+            piece = self.tokenizer.piece_bytes(choice.id)
+            self.owed = self.owed[len(piece) :]
+        if choice.id in self.ends and len(self.choices) > self.config.min_new_tokens:
+            self._finish("stop")
+            return
+        self.tokens.append(choice.id)
+        self._show(self._streamer.push(choice.id))
+        window_over = self.full and self.config.overflow != "slide"
+        if self.finish_reason is None and (window_over or len(self.choices) == self.config.max_new_tokens):
+            self._finish("length")
+
+    # -- text
+
+    def _show(self, piece: str) -> None:
+        if self.skip:
+            self.skip, piece = max(0, self.skip - len(piece)), piece[self.skip :]
+        held = self._held + piece
+        if len(self.choices) >= self.config.min_new_tokens:
+            found = [at for at in (held.find(stop) for stop in self.config.stop) if at >= 0]
+            if found:
+                self.text += held[: min(found)]
+                self._held = ""
+                self.finish_reason = "stop"
+                return
+        keep = max((_overlap(held, stop) for stop in self.config.stop), default=0)
+        self.text += held[: len(held) - keep]
+        self._held = held[len(held) - keep :]
+
+    def _finish(self, reason: str) -> None:
+        self._show(self._streamer.flush())
+        if self.finish_reason is None:
+            self.text += self._held
+            self.finish_reason = reason
+
+    def stop(self) -> None:
+        """End here, as if the limit had been reached."""
+        if self.finish_reason is None:
+            self._finish("length")
+
+    def news(self) -> str:
+        """Text that has come since the last call."""
+        new = self.text[self._given :]
+        self._given = len(self.text)
+        return new
+
+    def result(self) -> Generation:
+        assert self.finish_reason is not None
+        with_logprobs = self.choices and self.choices[0].logprob is not None
+        return Generation(
+            text=self.text,
+            tokens=tuple(choice.id for choice in self.choices),
+            finish_reason=self.finish_reason,
+            logprobs=tuple(c.logprob for c in self.choices if c.logprob is not None) if with_logprobs else None,
+            top_logprobs=tuple(c.top for c in self.choices) if self.config.logprobs else None,
+            prompt_tokens=self.prompt_tokens,
+            seed=self.seed,
+        )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of the text that the stop begins with."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+# ---- speculation: tokens verified together in one step -----------------------------------------------------------
+# Every token is still the target model's own draw at its position (the noise depends on seed, sample, position and
+# token alone), and a guess is kept only when it is that token: the text is the same, whatever the guesses.
+
+LONGEST_NGRAM = 4
+
+
+def look_up(tokens: Sequence[int], most: int) -> list[int]:
+    """What followed when the last few tokens were there before: the longest match, the latest of its places."""
+    text = list(tokens)
+    for n in range(min(LONGEST_NGRAM, len(text) - 1), 0, -1):
+        tail = text[-n:]
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start] == tail[0] and text[start : start + n] == tail:
+                return text[start + n : start + n + most]
+    return []
+
+
+class Draft:
+    """A smaller model that writes ahead with the target's own noise, so that the two often draw the same token."""
+
+    def __init__(self, batcher: Batcher, config: SamplingConfig, *, seed: int, sample: int, prompt_length: int) -> None:
+        self.batcher, self.config = batcher, config
+        self.seed, self.sample, self.prompt_length = seed, sample, prompt_length
+
+    def __call__(self, tokens: Sequence[int], most: int) -> list[int]:
+        text = list(tokens)
+        while len(text) - len(tokens) < most and len(text) < self.batcher.engine.capacity:
+            scores = sampler.penalised(self.batcher.logits_for(text)[-1], self.config, text, self.prompt_length, ())
+            position = len(text) - self.prompt_length
+            text.append(sampler.choose(scores, self.config, self.seed, self.sample, position))
+        return text[len(tokens) :]
+
+
+def check_draft(target: Engine, draft: Engine) -> None:
+    if target.config.vocab_size != draft.config.vocab_size:
+        raise UserError(
+            f"the draft model has a vocabulary of {draft.config.vocab_size}, the model one of "
+            f"{target.config.vocab_size}; both need the same tokenizer"
+        )

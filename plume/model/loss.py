@@ -1,0 +1,210 @@
+"""Loss and likelihood of predicted tokens, computed in chunks so that the logits of a batch never exist together."""
+
+# B batch, T tokens, N positions with a target, A scored positions, D model width, V vocabulary, C positions in a chunk
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from plume.data.batches import IGNORE, Batch
+from plume.model.heads import MaskedToken, Model, Pretraining
+from plume.model.likelihood import Score
+
+CHUNK_NUMBERS = 1 << 19  # logits held at a time: few enough to stay in the processor's cache
+CHUNK_ROWS, LARGEST_CHUNK = 256, 7_000_000  # but so many rows if all fit into memory that malloc need not map anew
+
+SCORED_NUMBERS = 1 << 21  # logits held at a time while scoring: few enough to stay in the processor's cache
+SCORED_COLUMNS = 2048  # tokens of the vocabulary that are scored together at least
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """Summed cross-entropy of `features @ table.T + bias`, whose gradient is found in the forward, chunk by chunk.
+
+    Logits of the whole batch never exist together: each chunk's are turned into its gradient and dropped.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,  # (N, D)
+        table: Tensor,  # (rows, D); rows from V on are padding
+        bias: Tensor | None,  # (V,)
+        targets: Tensor,  # (N,), IGNORE where there is none
+        vocab_size: int,
+        smoothing: float,
+        rows: int,
+        weights: Tensor | None,  # (N,), of each target's loss; None means 1
+    ) -> Tensor:
+        wants = [ctx.needs_input_grad[i] for i in range(3)]
+        words = table[:vocab_size].to(features.dtype)  # (V, D)
+        total = torch.zeros((), device=features.device)
+        grad_features = torch.empty_like(features) if wants[0] else None
+        grad_table = torch.zeros_like(table) if wants[1] else None
+        grad_bias = torch.zeros_like(bias) if wants[2] and bias is not None else None
+        for start in range(0, len(features), rows):
+            x, y = features[start : start + rows], targets[start : start + rows]  # (C, D), (C,)
+            logits = F.linear(x, words, None if bias is None else bias.to(x.dtype)).float()  # (C, V)
+            share = (y != IGNORE).to(logits.dtype)  # (C,), 0 where there is no target
+            if weights is not None:
+                share = share * weights[start : start + rows]
+            y = y.clamp(min=0)[:, None]
+            logp = logits.log_softmax(dim=1)  # (C, V)
+            total += smoothed(logp, y, smoothing) @ share
+            if not any(wants):
+                continue
+            gradient = slope(logp, y, smoothing)
+            if grad_bias is not None:
+                grad_bias += share @ gradient
+            gradient = gradient.to(x.dtype)
+            share = share.to(x.dtype)[:, None]  # applied below, where rows are D long and not V
+            if grad_features is not None:
+                grad_features[start : start + rows] = (gradient @ words) * share
+            if grad_table is not None:
+                grad_table[:vocab_size].addmm_(gradient.T.to(table.dtype), (x * share).to(table.dtype))
+        ctx.gradients = (grad_features, grad_table, grad_bias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [None if g is None else g.mul_(upstream[0]) for g in ctx.gradients]
+        ctx.gradients = None
+        return (*scaled, None, None, None, None, None)
+
+
+def smoothed(logp: Tensor, y: Tensor, smoothing: float) -> Tensor:
+    """Cross-entropy of each row with its smoothed target, (C,)."""
+    losses = (smoothing - 1) * logp.gather(1, y)[:, 0]
+    return losses - smoothing * logp.mean(dim=1) if smoothing else losses
+
+
+def slope(logp: Tensor, y: Tensor, smoothing: float) -> Tensor:
+    """Its gradient by the logits, (C, V), in the memory of the log-probabilities."""
+    gradient = logp.exp_()
+    if smoothing:
+        gradient.sub_(smoothing / logp.shape[1])
+    return gradient.scatter_add_(1, y, torch.full_like(y, smoothing - 1, dtype=gradient.dtype))
+
+
+def token_loss(
+    features: Tensor,
+    table: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    bias: Tensor | None = None,
+    smoothing: float = 0.0,
+    weights: Tensor | None = None,
+    chunk_numbers: int | None = None,
+) -> Tensor:
+    """The summed cross-entropy of (..., D) features against (...) targets, never holding all logits at once.
+
+    `weights` (...) are laid on each target's loss.
+    """
+    if chunk_numbers is None:
+        chunk_numbers = max(CHUNK_NUMBERS, min(CHUNK_ROWS * vocab_size, LARGEST_CHUNK))
+    rows = max(1, chunk_numbers // vocab_size)
+    flat = features.reshape(-1, features.shape[-1])
+    shares = None if weights is None else weights.reshape(-1)
+    total: Tensor = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        flat, table, bias, targets.reshape(-1), vocab_size, smoothing, rows, shares
+    )
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBatch:
+    """A batch of plume.data as tensors, field by field."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor | None = None
+    lengths: Tensor | None = None
+    segments: Tensor | None = None
+    documents: Tensor | None = None
+    next_sentence: Tensor | None = None
+    source: Tensor | None = None
+    source_lengths: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: Batch) -> TensorBatch:
+        given = {f.name: getattr(batch, f.name) for f in fields(batch)}
+        return cls(**{name: torch.from_numpy(array) for name, array in given.items() if array is not None})
+
+    def to(self, device: torch.device) -> TensorBatch:
+        if device.type == "cpu":
+            return self
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TensorBatch(**{n: t.to(device, non_blocking=True) for n, t in given.items() if t is not None})
+
+
+def token_features(model: Model, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What the token table is multiplied with, and the bias that is added."""
+    head = model.head.token if isinstance(model.head, Pretraining) else model.head
+    if isinstance(head, MaskedToken):
+        return head.norm(head.activation(head.dense(hidden))), head.bias
+    return hidden, None
+
+
+class TokenLikelihoods:
+    """Compares hidden states with the whole vocabulary, a part of it at a time: no (A, V) tensor ever exists."""
+
+    def __init__(self, model: Model, banned: Iterable[int] = (), *, details: bool = False) -> None:
+        self.model, self.vocab_size, self.details = model, model.config.vocab_size, details
+        self.banned = torch.tensor(sorted(banned), dtype=torch.long, device=model.table.device)
+
+    def read(self, hidden: Tensor, targets: Sequence[int], filtered: Sequence[bool]) -> Score:
+        """(A, D) hidden states against A tokens; where filtered, banned tokens cannot be the likeliest."""
+        wanted = torch.tensor(targets, device=hidden.device)
+        barred = torch.tensor(filtered, device=hidden.device).nonzero()  # (barred, 1)
+        top = torch.full((len(hidden),), -torch.inf, device=hidden.device)  # the largest logit so far
+        mass = torch.zeros_like(top)  # the sum of exp(logit - top) so far
+        best, found = top.clone(), top.clone()  # the largest that may be predicted, and the target's
+        hits = torch.zeros_like(top, dtype=torch.bool)
+        for first, logits in self.parts(hidden):  # (A, columns)
+            inside = ((wanted >= first) & (wanted < first + logits.shape[1])).nonzero()[:, 0]
+            target = wanted[inside] - first
+            found[inside] = logits[inside, target]
+            leader = logits.amax(dim=1)
+            new = torch.maximum(top, leader)
+            mass = mass * (top - new).exp_() + (logits - new[:, None]).exp_().sum(dim=1)
+            top = new
+            if len(barred):
+                banned = self.banned[(self.banned >= first) & (self.banned < first + logits.shape[1])] - first
+                logits[barred, banned] = -torch.inf
+                leader = logits.amax(dim=1)
+            hits &= found >= leader
+            # of equals the first counts, so the target must beat whatever came before it
+            hits[inside] = (logits[inside].argmax(dim=1) == target) & (logits[inside, target] > best[inside])
+            best = torch.maximum(best, leader)
+        scale = top + mass.log_()
+        columns = [(found - scale), (best - scale), hits, *(self.ranks(hidden, found, scale) if self.details else ())]
+        return Score(*(column.cpu().numpy() for column in columns))
+
+    def ranks(self, hidden: Tensor, found: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """How many tokens are likelier than the one that was found, and the entropy of all."""
+        likelier, entropy = torch.zeros_like(found, dtype=torch.long), torch.zeros_like(found)
+        for _, logits in self.parts(hidden):
+            likelier += (logits > found[:, None]).sum(dim=1)
+            logprobs = logits - scale[:, None]
+            entropy -= (logprobs.exp() * logprobs).sum(dim=1)
+        return likelier, entropy
+
+    def parts(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Logits of a part of the vocabulary, and its first token. Each part overwrites the one before."""
+        x, bias = token_features(self.model, hidden)
+        rows, columns = len(x), min(self.vocab_size, max(SCORED_COLUMNS, SCORED_NUMBERS // len(x)))
+        held = torch.empty(rows * columns, dtype=x.dtype, device=x.device)
+        for first in range(0, self.vocab_size, columns):
+            words = self.model.table[first : min(first + columns, self.vocab_size)]
+            logits = held[: rows * len(words)].view(rows, len(words))
+            if bias is None:
+                torch.mm(x, words.T, out=logits)
+            else:
+                torch.addmm(bias[first : first + len(words)], x, words.T, out=logits)
+            yield first, logits.float()

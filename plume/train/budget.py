@@ -1,0 +1,152 @@
+"""A recipe for a training time: size, vocabulary, batch, rates and steps, from the text and the measured speed."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from plume.config import DataConfig, ModelConfig, PretrainConfig, TrainConfig, UserError, build
+from plume.data.batches import IGNORE
+from plume.data.documents import read_documents
+from plume.data.sources import find_files
+from plume.data.tables import Tally
+from plume.model.heads import Model
+from plume.model.loss import token_loss
+from plume.text import load_tokenizer
+from plume.train.optim import Optimizers
+from plume.util.devices import best_seconds, pick_device
+from plume.util.run_folder import is_run, read_recipe_of
+
+SHAPES = ((2, 64), (3, 96), (4, 128), (4, 192), (6, 192), (6, 256), (6, 320), (8, 384), (8, 512), (12, 640), (12, 768))
+HEAD_WIDTH = 32  # of narrow models; GPT-2's 64 from a width of 512 on
+TOKENS_PER_WEIGHT = 4  # of the blocks: with fewer a smaller model learns more in the same time
+REFERENCE_TOKENS = 4e6  # of the run that rates and batch were searched for
+REFERENCE_LR, REFERENCE_MUON_LR, REFERENCE_WIDTH = 6e-3, 0.03, 128
+PASSES = 8  # over a small text, at most
+BYTES_PER_TABLE_ROW = 1500  # a token should have been seen often enough to be learned
+BYTES_PER_TOKEN = 3.3
+PACKED = 3  # bytes of text in a byte of a compressed file
+LETTERS_READ = 4_000_000  # characters of the text in which letters are counted
+LETTER_SEEN = 10  # times, and a letter of several bytes is to be one token
+MICRO_TOKENS = 2048  # of a measured step
+OVERHEAD = 1.08  # validation, logging, checkpoints, reading
+
+
+def sized(config: PretrainConfig) -> tuple[PretrainConfig, str]:
+    """The config for its `minutes`, and what was chosen. A run that is resumed stays as it began."""
+    assert config.minutes is not None
+    if config.resume and is_run(config.folder):
+        began = build(PretrainConfig, {**read_recipe_of(config.folder), "folder": str(config.folder)})
+        return replace(began, resume=True), "resumed with the settings it began with"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("minutes sizes a run for one process; start the recipe.toml of such a run under torchrun")
+    size = 0 if config.prepared is not None else text_bytes(config.data)
+    unique = size / BYTES_PER_TOKEN if size else float("inf")
+    letters = 0 if config.prepared is not None else wide_letters(config.data)
+    chosen: tuple[ModelConfig, int, float] | None = None
+    for layers, width in SHAPES:
+        model = shaped(config, layers, width, size // BYTES_PER_TABLE_ROW, 256 + 2 * letters)
+        batch = batch_for(model, config.minutes)
+        seconds = step_seconds(model, batch, config)
+        tokens = min(config.minutes * 60 / seconds * batch * model.context, PASSES * unique)
+        if chosen is not None and tokens < TOKENS_PER_WEIGHT * 12 * layers * width**2:
+            break
+        chosen = model, batch, seconds
+    assert chosen is not None
+    model, batch, seconds = chosen
+    rows = batch * model.context
+    steps = max(20, 5 * round(min(config.minutes * 60 / seconds, PASSES * unique / rows) / 5))
+    return with_size(config, model, batch, steps), (
+        f"{model.layers} layers of width {model.width}, vocabulary {model.vocab_size:,}, context {model.context}, "
+        f"{steps:,} steps of {batch} sequences ({steps * rows / 1e6:.1f} million tokens at {rows / seconds:,.0f} "
+        f"tokens/s measured here, {steps * rows / (12 * model.layers * model.width**2):.1f} per weight of the blocks)"
+    )
+
+
+def shaped(config: PretrainConfig, layers: int, width: int, most: int, least: int) -> ModelConfig:
+    """A token table a third as large as the blocks, within bounds that the text sets."""
+    heads = width // (HEAD_WIDTH if width < 512 else 2 * HEAD_WIDTH)
+    context = 128 if width < 192 else 256
+    if config.prepared is not None:
+        rows = load_tokenizer(config.prepared / "tokenizer").vocab_size
+    else:
+        rows = max(min(1 << round(math.log2(4 * layers * width)), most), least, 512) // 256 * 256
+    return replace(config.model, layers=layers, width=width, heads=heads, context=context, vocab_size=rows)
+
+
+def batch_for(model: ModelConfig, minutes: float) -> int:
+    """Sequences: 2,048 tokens for two minutes, more for longer runs, whose gradients are smaller than their noise."""
+    doublings = max(0, round(max(0.0, minutes / 2 - 1) ** 0.25 - 0.5))
+    return max(1, (2048 << doublings) // model.context)
+
+
+def with_size(config: PretrainConfig, model: ModelConfig, batch: int, steps: int) -> PretrainConfig:
+    longer = max(1.0, steps * batch * model.context / REFERENCE_TOKENS) ** -0.25
+    train = replace(
+        config.train,
+        steps=steps,
+        batch=batch,
+        optimizer="muon",
+        lr=REFERENCE_LR * longer * (REFERENCE_WIDTH / model.width) ** 0.5,
+        muon_lr=REFERENCE_MUON_LR * longer,
+        schedule="linear",
+        final_lr_ratio=0.0,
+        warmup_steps=min(100, max(1, steps // 50)),
+        validate_every=max(1, steps // (5 if steps < 5000 else 20)),
+    )
+    tokenizer = replace(config.data.tokenizer, vocab_size=model.vocab_size)
+    return replace(config, model=model, train=train, data=replace(config.data, tokenizer=tokenizer), minutes=None)
+
+
+def text_bytes(data: DataConfig) -> int:
+    files = [file for path in data.paths for file in find_files(path)]
+    size = sum(file.stat().st_size * (PACKED if file.suffix in (".gz", ".zst") else 1) for file in files)
+    if size == 0:
+        raise UserError(f"there is no text in {', '.join(data.paths)}")
+    return size
+
+
+def wide_letters(data: DataConfig) -> int:
+    """Letters of several bytes that are frequent, as Chinese has thousands: without a token each would be torn."""
+    if data.paths == ("python:stdlib",):
+        return 0  # Python's source has hardly any
+    seen, read = Counter[str](), 0
+    for document in read_documents(data, Tally()):
+        part = document.text[: LETTERS_READ - read]
+        seen.update(part)
+        read += len(part)
+        if read >= LETTERS_READ:
+            break
+    return sum(count >= LETTER_SEEN and not letter.isascii() for letter, count in seen.items())
+
+
+def step_seconds(model: ModelConfig, batch: int, config: PretrainConfig) -> float:
+    """Seconds of one optimizer step here: micro-batches forward and backward, then the update."""
+    device = pick_device(config.train.device)
+    trial = Model(model).to(device).train()
+    if device.type == "cpu":
+        from plume.train.fused import fuse
+
+        fuse(trial)
+    optimizers = Optimizers(trial, TrainConfig(steps=1, optimizer="muon"))
+    rows = min(batch, max(1, MICRO_TOKENS // model.context))
+    tokens = torch.randint(model.vocab_size, (rows, model.context), device=device)
+    predicted = tokens if model.causal else tokens.masked_fill(torch.rand(tokens.shape, device=device) > 0.15, IGNORE)
+
+    def gradients() -> None:
+        hidden = trial.body(tokens)[predicted != IGNORE]
+        loss: Any = token_loss(hidden, trial.table, tokens[predicted != IGNORE], vocab_size=model.vocab_size)
+        (loss / tokens.numel()).backward()
+        loss.item()  # waits for the device
+
+    def update() -> None:
+        optimizers.step(1e-6)
+        trial.table.detach()[0, 0].item()
+
+    forward = best_seconds(gradients, 0.0, rounds=4)
+    return OVERHEAD * (forward * batch / rows + best_seconds(update, 0.0, rounds=2))

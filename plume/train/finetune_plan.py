@@ -1,0 +1,166 @@
+"""What every seed of a fine-tuning shares: the task's rows, tokenised for a model, and the options of its training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from plume.config import FinetuneConfig, ModelConfig, UserError
+from plume.hf import read_config, resolve
+from plume.tasks import kind_named
+from plume.tasks.classify import ClassifyTask
+from plume.tasks.data_checks import Finding, check_data
+from plume.tasks.generate import with_end_token
+from plume.tasks.schema import TaskSettings
+from plume.tasks.task_data import TaskData, load_task
+from plume.tasks.task_kind import TaskKind, TaskOptions
+from plume.tasks.token_rows import TaskRows, Truncation, with_task_tokens
+from plume.text import Tokenizer, load_tokenizer
+from plume.train import adapt
+from plume.train.lr_search import RateScore
+
+PAPER_WIDTH = 768  # of GPT-1 and of BERT's base, for which the papers found their rates
+NEW_WEIGHTS_LR = 1e-3  # for weights that were not pretrained; pretrained ones never get more
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetunePlan:
+    """Everything that is the same for every seed."""
+
+    config: FinetuneConfig
+    data: TaskData
+    tokenizer: Tokenizer
+    kind: TaskKind
+    train: TaskRows
+    validation: TaskRows
+    metric: str
+    auxiliary_weight: float
+    lr: float
+    lr_source: str
+    findings: list[Finding] = field(default_factory=list)  # problems of the data
+    rates: list[RateScore] = field(default_factory=list)  # that a search tried
+    truncation: Truncation = field(default_factory=Truncation)  # of training and validation rows
+
+
+def make_plan(config: FinetuneConfig) -> FinetunePlan:
+    """Read the task and tokenise it for the model."""
+    place = resolve(config.model)
+    found = read_config(place)
+    data = load_task(config.task, seed=config.seed)
+    kind_class = kind_named(data.kind)
+    check_family(kind_class, found.model, found.family.model_type)
+    if kind_class.head not in found.family.heads:
+        raise UserError(f"a {found.family.model_type} model cannot have a {kind_class.head} head")
+    adapt.check_adapt(config.adapt, found.model.layers + found.model.decoder_layers)
+    if found.model.recurrent and config.adapt.mode == "lora":
+        raise UserError("adapt.mode='lora' needs the matrices of attention; a recurrent model has adapt.mode='full'")
+    check_contrastive(config, kind_class, data)
+    auxiliary_weight = auxiliary_weight_of(config, kind_class, found.model.causal)
+    tokenizer = load_tokenizer(place)
+    if kind_class.decoder_only and not found.model.decoder_layers:
+        tokenizer = with_end_token(tokenizer)
+    elif not kind_class.encoder_decoder:
+        tokenizer = with_task_tokens(tokenizer)
+    kind = make_kind(kind_class, config, data, tokenizer, found.model)
+    lr, lr_source = learning_rate(config, found.model)
+    train, validation = kind.encode(data.train), kind.encode(data.validation)
+    return FinetunePlan(
+        config=config,
+        data=data,
+        tokenizer=tokenizer,
+        kind=kind,
+        train=train,
+        validation=validation,
+        metric=metric_name(config, data, kind),
+        auxiliary_weight=auxiliary_weight,
+        lr=lr,
+        lr_source=lr_source,
+        findings=check_data(data, kind),
+        truncation=replace(kind.truncation),
+    )
+
+
+def check_family(kind: type[TaskKind], model: ModelConfig, model_type: str) -> None:
+    fits = kind.encoder_decoder == (model.decoder_layers > 0) or (kind.decoder_only and model.causal)
+    if not fits:
+        wanted = "an encoder-decoder or a GPT" if kind.encoder_decoder else "a GPT or a BERT, not an encoder-decoder"
+        raise UserError(f"a {kind.name} task needs {wanted}; this model is a {model_type}")
+
+
+def check_contrastive(config: FinetuneConfig, kind: type[TaskKind], data: TaskData) -> None:
+    if config.contrastive is None:
+        return
+    if not (issubclass(kind, ClassifyTask) and kind.one_label) or data.target == "number":
+        what = "numbers" if data.target == "number" else f"a {kind.name} task"
+        raise UserError(f"contrastive={config.contrastive} needs one label for each row; it does not take {what}")
+    if config.auxiliary_weight is not None and config.auxiliary_weight > 0:
+        raise UserError("contrastive has no next-token loss; leave auxiliary_weight out")
+
+
+def auxiliary_weight_of(config: FinetuneConfig, kind: type[TaskKind], causal: bool) -> float:
+    if config.contrastive is not None:
+        return 0.0
+    if config.auxiliary_weight is None:
+        return kind.auxiliary_weight if causal else 0.0
+    if config.auxiliary_weight > 0 and not (causal and kind.allows_auxiliary):
+        what = f"a {kind.name} task" if causal else "a model that is not causal"
+        raise UserError(
+            f"auxiliary_weight={config.auxiliary_weight}: {what} has no next-token loss; auxiliary_weight=0 works"
+        )
+    return config.auxiliary_weight
+
+
+def make_kind(
+    kind: type[TaskKind], config: FinetuneConfig, data: TaskData, tokenizer: Tokenizer, model: ModelConfig
+) -> TaskKind:
+    length = model.context if config.task.length is None else config.task.length
+    if length > model.context:
+        raise UserError(f"task.length={length} is longer than the model's context of {model.context}")
+    settings = TaskSettings(
+        kind=data.kind,
+        target=data.target,
+        labels=data.labels,
+        template=config.task.template,
+        length=length,
+        stride=config.task.stride,
+        question_length=config.task.question_length,
+        answer_length=config.answer_length,
+    )
+    options = TaskOptions(
+        class_weights=balanced(data) if config.class_weights == "balanced" and data.target == "label" else None,
+        label_smoothing=config.label_smoothing,
+        temperature=config.temperature,
+        beams=config.beams,
+        tune_threshold=config.tune_threshold,
+        contrastive=config.contrastive is not None,
+    )
+    settings = kind.settings_for(settings, (*data.train, *data.validation))
+    return kind(settings, tokenizer, causal=model.causal, options=options)
+
+
+def balanced(data: TaskData) -> tuple[float, ...]:
+    """Weights that make every class count the same: rows / (classes * rows of the class)."""
+    counts = [sum(e.label == label for e in data.train) for label in data.labels]
+    return tuple(len(data.train) / (len(counts) * max(count, 1)) for count in counts)
+
+
+def metric_name(config: FinetuneConfig, data: TaskData, kind: TaskKind) -> str:
+    if config.metric is None:
+        return str(kind.metric().main) if data.metric is None else data.metric
+    if config.metric not in (known := kind.metric().results()):
+        raise UserError(f"metric={config.metric!r} is not one of this task's: {', '.join(known)}")
+    return config.metric
+
+
+def learning_rate(config: FinetuneConfig, model: ModelConfig) -> tuple[float, str]:
+    """The peak and where it comes from.
+
+    Adam moves each weight by about the rate, whatever the gradient, so the sum over a row moves by the rate times the
+    width: the papers' rates belong to their width, and narrower models take larger steps.
+    """
+    if config.lr is not None:
+        return config.lr, "set by --lr"
+    if config.adapt.mode in ("lora", "features"):
+        return NEW_WEIGHTS_LR, f"for {config.adapt.mode}"
+    paper, rate = ("GPT-1", 6.25e-5) if model.causal else ("BERT", 2e-5)
+    scaled = min(rate * PAPER_WIDTH / model.width, NEW_WEIGHTS_LR)
+    return scaled, f"{paper}'s {rate:g} at width {PAPER_WIDTH}, for width {model.width}"

@@ -1,0 +1,31 @@
+"""Lines for a person: on a terminal lines end between words; in a file or a pipe they stay whole."""
+
+from __future__ import annotations
+
+import sys
+from typing import TextIO
+
+# control characters as pictures: a model may write any of them, and a terminal would obey
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
+PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print at once; to the standard output by default."""
+    stream = sys.stdout if stream is None else stream
+    if not stream.isatty():
+        print(text, file=stream, flush=True)
+        return
+    from rich.console import Console
+
+    Console(file=stream).print(harmless(text), highlight=False, markup=False, emoji=False)
+
+
+def harmless(text: str) -> str:
+    """What a model wrote, so that a terminal shows it and does nothing else."""
+    return text.translate(PICTURES)
+
+
+def shown(text: str, stream: TextIO) -> str:
+    """The text for a stream: as it is, unless the stream is a terminal."""
+    return harmless(text) if stream.isatty() else text

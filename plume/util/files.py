@@ -1,0 +1,133 @@
+"""Files that are whole or not there at all: written aside, then put in place. JSON, rows and pictures."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from plume.config import UserError
+
+WIDE_FONTS = (  # with Chinese, Japanese and Korean letters: of Linux, macOS, Windows
+    "Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei",
+    "PingFang SC", "Hiragino Sans GB", "Arial Unicode MS", "Microsoft YaHei", "SimHei",
+)  # fmt: skip
+
+
+def user_cache() -> Path:
+    """The folder of this user for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "plume"
+
+
+@contextmanager
+def room_on_disk(path: Path) -> Iterator[None]:
+    """A full disk, or a folder that is not ours to write to, as one clear message."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise UserError(f"{path} cannot be written: {error.strerror}; choose another folder") from error
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(
+            f"the disk is full: {path.name} could not be written to {path.parent}. What was finished is kept: "
+            "free some space and run the same command again to continue"
+        ) from error
+
+
+@contextmanager
+def aside(path: Path) -> Iterator[Path]:
+    """A hidden name to write a file or a folder under; it takes its place, whatever was there, when it is complete."""
+    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    remove(hidden)
+    try:
+        with room_on_disk(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield hidden
+            swap_in(hidden, path)
+    finally:
+        remove(hidden)
+
+
+@contextmanager
+def stream_aside(path: Path) -> Iterator[BinaryIO]:
+    """A file that appears under its name only when all of it is on the disk."""
+    with aside(path) as hidden, hidden.open("wb") as stream:
+        yield stream
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def swap_in(new: Path, place: Path) -> None:
+    """Rename; a folder, which cannot be renamed over another, makes the old one step away first."""
+    if not place.is_dir():
+        new.replace(place)
+        return
+    old = place.with_name(f".{place.name}.{os.getpid()}.old")
+    place.rename(old)
+    new.rename(place)
+    remove(old)
+
+
+def remove(path: Path) -> None:
+    """A file or a folder that may not be there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    with stream_aside(path) as stream:
+        stream.write(text.encode())
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A line of JSON for each."""
+    with stream_aside(path) as stream:
+        for row in rows:
+            stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"there is no {path}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is corrupt: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} should hold a JSON object")
+    return value
+
+
+def new_figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")  # not pyplot: no window system, no global state
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, file: Path) -> None:
+    """As PNG. Letters outside the usual font come from another that is installed, or are boxes without a warning."""
+    from matplotlib.font_manager import get_font_names
+    from matplotlib.text import Text
+
+    families = ["DejaVu Sans", *sorted(set(WIDE_FONTS) & set(get_font_names()), key=WIDE_FONTS.index)]
+    for text in figure.findobj(Text):
+        text.set_fontfamily(families)
+    with aside(file) as hidden, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
+        figure.savefig(hidden, format="png", dpi=120)

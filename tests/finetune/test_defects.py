@@ -1,0 +1,177 @@
+"""Rows, splits, validation, weights and losses that a review found wrong, each against an independent computation."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_losses import PAIRS, model_for, states, task, wrapped
+from tiny import config_of, tokenizer_of
+
+from plume.config import TaskConfig, UserError
+from plume.hf import load_model, save_model
+from plume.model.heads import Model
+from plume.tasks.embed import ContrastRows
+from plume.tasks.schema import Example
+from plume.tasks.task_data import load_task, split
+from plume.tasks.task_kind import TaskOptions
+from plume.tasks.token_rows import LabelledRows, TokenRow, ValidationSample
+from plume.train.finetune import TaskObjective
+
+
+@pytest.mark.parametrize("head", ["pretraining", "bare"])
+def test_the_pooler_is_kept_as_transformers_keeps_it(tmp_path, head):
+    torch.manual_seed(1)
+    base = Model(config_of("bert"), head)
+    for parameter in base.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    save_model(base, tmp_path / "base", tokenizer=tokenizer_of("bert"))
+    ours = load_model(tmp_path / "base", head="classify", labels=("no", "yes"))
+    theirs = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
+    pooler = theirs.bert.pooler.dense
+    assert torch.equal(ours.head.summary.dense.weight, pooler.weight)
+    assert torch.equal(ours.head.summary.dense.bias, pooler.bias)
+    tokens = torch.tensor([[2, 30, 31, 3]])
+    with torch.no_grad():
+        ours.head.out.load_state_dict(theirs.classifier.state_dict())
+        assert torch.allclose(ours(tokens), theirs.eval()(tokens).logits, atol=1e-5)
+
+
+def test_validation_is_a_sample_of_all_lengths():
+    rows = [[TokenRow(np.full(n, 7, np.int32), np.zeros(n, np.int32))] for n in range(1, 2001)]
+    data = LabelledRows(rows, np.arange(2000))
+    sample = ValidationSample(data, 512, group=32, seed=3)
+    parts = [sample.part(0, first, 64) for first in range(0, 512, 64)]
+    lengths = torch.cat([part.lengths for part in parts]).numpy()
+    assert sample.rows(0) == 512 and len(set(lengths.tolist())) == 512
+    assert abs(lengths.mean() - 1000.5) < 4 * 2000 / 12**0.5 / 512**0.5 and (np.diff(lengths) > 0).all()
+    again = torch.cat([ValidationSample(data, 512, group=32, seed=3).part(0, 0, 512).lengths])
+    assert torch.equal(torch.from_numpy(lengths), again)
+    assert not torch.equal(again, ValidationSample(data, 512, group=32, seed=4).part(0, 0, 512).lengths)
+
+
+def choices(tmp_path, *rows):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"context": "1 + 1", **row}) + "\n" for row in rows))
+    return TaskConfig(kind="choose", train=str(path), validation=str(path))
+
+
+def test_an_integer_answer_is_an_index(tmp_path):
+    given = [2, 0, "5", "B", "7.5"]
+    options = [["3", "2", "5", "7"], ["1", "0"], ["4", "5"], ["x", "y"], ["7.5", "8"]]
+    rows = [{"choices": c, "label": a} for a, c in zip(given, options, strict=True)]
+    assert [e.label for e in load_task(choices(tmp_path, *rows)).train] == [2, 0, 1, 1, 0]
+    with pytest.raises(UserError, match="line 1: the label '2' is the text of choice 1 and the index of another; the "):
+        load_task(choices(tmp_path, {"choices": ["3", "2", "5", "7"], "label": "2"}))
+
+
+CONLLU = """# sent_id = 1
+# text = Vámonos al mar
+1-2\tVámonos\t_\t_\t_\t_\t_\t_\t_\t_
+1\tVamos\tir\tVERB\t_\t_\t0\troot\t_\t_
+2\tnos\tnosotros\tPRON\t_\t_\t1\tobj\t_\t_
+3-4\tal\t_\t_\t_\t_\t_\t_\t_\t_
+3\ta\ta\tADP\t_\t_\t5\tcase\t_\t_
+4\tel\tel\tDET\t_\t_\t5\tdet\t_\t_
+5\tmar\tmar\tNOUN\t_\t_\t1\tobl\t_\t_
+5.1\tvamos\tir\tVERB\t_\t_\t_\t_\t_\t_
+
+"""
+
+
+@pytest.mark.parametrize("name", ["es.conllu", "es-ud-train", "es.txt"])
+def test_conllu_has_words_and_universal_tags(tmp_path, name):
+    (tmp_path / name).write_text(CONLLU * 3)
+    data = load_task(TaskConfig(train=str(tmp_path / name), validation=str(tmp_path / name)))
+    assert data.kind == "tag" and len(data.train) == 3
+    assert data.train[0].fields["words"] == ["Vamos", "nos", "a", "el", "mar"]
+    assert data.train[0].label == ["VERB", "PRON", "ADP", "DET", "NOUN"]
+
+
+def test_conll_is_recognised_by_its_content(tmp_path):
+    text = "-DOCSTART- -X- O O\n\nEU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\nPeter NNP B-NP B-PER\nsings VBZ B-VP O\n\n"
+    (tmp_path / "eng.train").write_text(text * 3)
+    data = load_task(TaskConfig(train=str(tmp_path / "eng.train"), validation=str(tmp_path / "eng.train")))
+    assert data.kind == "tag" and data.train[0].fields["words"] == ["EU", "rejects"]
+    (tmp_path / "prose.text").write_text("It was a dark night.\n\nAnd the rain fell in torrents.\n" * 9)
+    with pytest.raises(UserError, match=r"not recognised; .*\.csv.*\.conll"):
+        load_task(TaskConfig(train=str(tmp_path / "prose.text")))
+
+
+def test_copies_with_other_ids_are_on_one_side():
+    draw = np.random.default_rng(0)
+    letters = [chr(97 + int(n)) for n in draw.integers(0, 26, 200)]
+    examples = [Example({"text": c, "id": str(n)}, "yes" if c < "m" else "no", "") for n, c in enumerate(letters)]
+    train, validation = split(examples, 0.3, seed=1)
+    assert train and validation and not {e.fields["text"] for e in train} & {e.fields["text"] for e in validation}
+
+
+def test_unlabelled_rows_are_skipped_and_counted(tmp_path):
+    labels = ["entailment", "neutral", "contradiction", "-", "neutral", ""] * 5
+    rows = [f"{y}\tleft {n}\tright {n}" for n, y in enumerate(labels)]
+    for name in ("train", "dev"):
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["gold_label\tsentence1\tsentence2", *rows]) + "\n")
+    data = load_task(TaskConfig(train=str(tmp_path), name="snli"))
+    assert len(data.train) == len(data.validation) == 20 and data.skipped.counts == {"no label": 20}
+    assert data.skipped.first["no label"].endswith("train.tsv line 5")
+    rows = [f"film {n},{'+-'[n % 2]}" for n in range(40)]  # where - is a label, it stays one
+    (tmp_path / "signs.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    signs = load_task(TaskConfig(train=str(tmp_path / "signs.csv")))
+    assert signs.labels == ("+", "-") and not signs.skipped.counts
+
+
+@pytest.mark.parametrize("sizes", [(6,), (2, 2, 2), (1, 5), (4, 2)], ids=str)
+def test_the_contrastive_loss_is_that_of_the_whole_batch(sizes):
+    """Loss and gradients of a batch in parts, as micro-batches and ranks have them, against all pairs written out."""
+    model, tokenizer = model_for("bert", "bare")
+    kind = task("embed", "bert", tokenizer, options=TaskOptions(temperature=0.1))
+    pairs = [(a, b) for a, b, _ in PAIRS] + [(f"{b} so", f"{a} too") for a, b, _ in PAIRS]
+    data = kind.encode([Example({"text": a, "pair": b}, None, "") for a, b in pairs])
+    assert isinstance(data, ContrastRows)
+
+    def vector(text):
+        mean = states(model, *wrapped(tokenizer, text)).mean(dim=0)
+        return mean / mean.norm()
+
+    expected = 0.0
+    for place, (first, _) in enumerate(pairs):
+        scores = torch.stack([vector(first) @ vector(other) / 0.1 for _, other in pairs])
+        expected = expected - scores.log_softmax(0)[place] / len(pairs)
+    model.zero_grad()
+    expected.backward()
+    theirs = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    objective, numbers, found, first = TaskObjective(kind), np.arange(6), 0.0, 0
+    for size in sizes:
+        part = data.part(numbers, first, size)
+        assert float(objective.counts(part)[0]) == size
+        loss = objective.totals(model, part)[0] / 6
+        loss.backward()
+        found, first = found + float(loss.detach()), first + size
+    assert found == pytest.approx(expected.item(), abs=1e-5)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(dict(model.named_parameters())[name].grad, gradient, atol=2e-5, rtol=2e-4)
+
+
+def test_label_smoothing_is_torchs():
+    """The help says that the probability is spread over all labels, the correct one included."""
+    model, tokenizer = model_for("bert", "classify", ("a", "b", "c"))
+    options = TaskOptions(label_smoothing=0.3)
+    kind = task("classify", "bert", tokenizer, labels=("a", "b", "c"), options=options)
+    batch = kind.encode([Example({"text": "a fine film"}, "b", "")]).batch(np.arange(1))
+    logits = kind.logits(model, kind.hidden(model, batch), batch)
+    target = torch.tensor([[0.1, 0.8, 0.1]])  # 0.3 / 3 everywhere, and the rest on b
+    expected = -(target * logits.log_softmax(1)).sum()
+    assert kind.losses(model, kind.hidden(model, batch), batch).item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_one_seed_is_said_as_one(tmp_path):
+    from plume.train.finetune import FinetuneResult, SeedResult
+    from plume.train.finetune_report import describe_scores
+
+    seeds = [SeedResult(n, 0.5 + n / 10, {"accuracy": 0.5}, 1, 1, 1.0, False) for n in range(3)]
+    one = FinetuneResult(tmp_path, "classify", "accuracy", seeds[:1], seeds[0])
+    three = FinetuneResult(tmp_path, "classify", "accuracy", seeds, seeds[2])
+    assert describe_scores(one) == "validation accuracy: 0.5000 (1 seed)"
+    assert "median 0.6000 over 3 seeds (0.5000 to 0.7000" in describe_scores(three)

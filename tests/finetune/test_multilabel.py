@@ -1,0 +1,88 @@
+"""Any number of labels per text: rows, loss, metrics and baseline against torch and scikit-learn, and a whole run."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import f1_score
+from test_losses import model_for, task
+from tiny import random_base
+
+import plume
+from plume.config import FinetuneConfig, TaskConfig, UserError
+from plume.tasks.multilabel import MultiLabelMetric
+from plume.tasks.schema import Example
+from plume.tasks.task_data import load_task
+
+LABELS = ("bad", "film", "good")
+
+
+def write(path, count):
+    """Each label has its word, so that the length of a text tells how many labels it has."""
+    words, lines = {"bad": "dull", "film": "film", "good": "fine"}, []
+    for number in range(count):
+        given = [label for place, label in enumerate(LABELS) if number >> place & 1]
+        lines.append(f"a {' '.join(words[label] for label in given)} {number},{';'.join(given) or ';'}")
+    path.write_text("text,label\n" + "\n".join(lines) + "\n")
+    return str(path)
+
+
+def test_rows_and_loss(tmp_path):
+    data = load_task(TaskConfig(train=write(tmp_path / "a.csv", 60)))
+    assert data.kind == "multilabel" and data.labels == LABELS and {len(e.label) for e in data.train} == {0, 1, 2, 3}
+    model, tokenizer = model_for("bert", "classify", LABELS)
+    kind = task("multilabel", "bert", tokenizer, labels=LABELS)
+    batch = kind.encode([Example({"text": "a fine film"}, ["film", "good"], "")]).batch(np.arange(1))
+    hidden = kind.hidden(model, batch)
+    wanted = torch.nn.BCEWithLogitsLoss()(kind.logits(model, hidden, batch), torch.tensor([[0.0, 1.0, 1.0]]))
+    assert kind.losses(model, hidden, batch).item() == pytest.approx(wanted.item(), abs=1e-6)
+
+
+def test_metrics_and_baseline_equal_scikit_learn(tmp_path):
+    draw = np.random.default_rng(0)
+    gold, predicted = draw.random((2, 50, 3)) < 0.4
+    metric = MultiLabelMetric(LABELS)
+    for a, b in zip(gold, predicted, strict=True):
+        metric.add(*([label for label, mark in zip(LABELS, row, strict=True) if mark] for row in (a, b)))
+    found = metric.results()
+    assert found["f1_micro"] == pytest.approx(f1_score(gold, predicted, average="micro"))
+    assert found["f1_macro"] == pytest.approx(f1_score(gold, predicted, average="macro"))
+    assert found["exact_match"] == pytest.approx((gold == predicted).all(axis=1).mean())
+    data = load_task(TaskConfig(train=write(tmp_path / "a.csv", 120)))
+    kind = task("multilabel", "bert", model_for("bert", "classify", LABELS)[1], labels=LABELS)
+    trivial = {b.name: b.predictions for b in kind.baselines(data.train, data.validation)}
+    vectors = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=r"(?u)\b\w+\b")
+    x = vectors.fit_transform([e.fields["text"] for e in data.train])
+    rows = vectors.transform([e.fields["text"] for e in data.validation])
+    for label in LABELS:
+        model = LogisticRegression(max_iter=300).fit(x, [label in e.label for e in data.train])
+        ours = [label in trivial["TF-IDF + logistic regression"][n].value for n in range(len(data.validation))]
+        assert ours == model.predict(rows).tolist()
+
+
+def test_a_whole_run_with_thresholds(tmp_path):
+    random_base("bert", tmp_path / "bert")
+    config = FinetuneConfig(
+        model=str(tmp_path / "bert"),
+        task=TaskConfig(train=write(tmp_path / "a.csv", 240)),
+        folder=tmp_path / "run",
+        epochs=25.0,
+        batch=8,
+        classifier_dropout=0.0,
+        lr=3e-3,
+        seeds=1,
+        tune_threshold=True,
+        device="cpu",
+        precision="float32",
+    )
+    result = plume.finetune(config)
+    assert result.metric == "f1_micro" and result.best.score > 0.9
+    lm = plume.load(result.folder)
+    assert lm.predict([{"text": "a dull film 1"}])[0].value == ["bad", "film"]
+    saved = json.loads((result.model / "plume.json").read_text())["task"]
+    assert saved["kind"] == "multilabel" and len(saved["thresholds"]) == 3
+    with pytest.raises(UserError, match=r"any number of labels; use lm.predict"):
+        lm.classify(["dull film"])

@@ -1,0 +1,86 @@
+"""Beam search against transformers, and against looking at every text there is."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from plume.config import EngineConfig, ModelConfig, SamplingConfig
+from plume.hf import save_model
+from plume.inference.beam import beam_search
+from plume.lm import LM
+from plume.model.heads import Model
+
+
+def test_beam_search_is_that_of_transformers(trained, tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is the oracle here")
+    folder = save_model(trained, tmp_path / "model", tokenizer=tokenizer)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    lm = LM(folder, tokenizer, EngineConfig(threads=2))
+    for prompt in ("def wrap(", "import ", "    return "):
+        ids = torch.tensor([lm.encode(prompt)])
+        expected = theirs.generate(
+            ids, num_beams=4, do_sample=False, max_new_tokens=12, length_penalty=1.0, pad_token_id=tokenizer.end
+        )[0, ids.shape[1] :]
+        assert lm.generate(prompt, beams=4, max_new_tokens=12).tokens[:12] == tuple(expected.tolist())
+    lm.close()
+
+
+def all_texts(vocab, length, end):
+    """Every sequence of at most this length that ends with the end token or with the limit."""
+    for n in range(1, length + 1):
+        for body in itertools.product([t for t in range(vocab) if t != end], repeat=n - 1):
+            yield (*body, end)
+    yield from itertools.product([t for t in range(vocab) if t != end], repeat=length)
+
+
+@pytest.mark.parametrize("family", ["gpt", "encoder-decoder"])
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_enough_beams_find_the_best_text_of_all(family, penalty):
+    from plume.text import Tokenizer
+    from plume.text.definition import define
+
+    tokenizer = Tokenizer(define("characters", ["a", "b"], [], "gpt2"))  # unknown, a, b, end
+    torch.manual_seed(3)
+    shape = {"vocab_size": 4, "context": 8, "layers": 1, "heads": 2, "width": 16}
+    if family == "encoder-decoder":
+        shape |= {"decoder_layers": 1, "causal": False, "norm": "post"}
+    model = Model(ModelConfig(**shape)).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    lm = LM(None, tokenizer, EngineConfig(threads=2, slots=64), model)
+    prompt, source = [tokenizer.start], [1, 2, 1] if family == "encoder-decoder" else None
+
+    def rating(text):
+        whole = torch.tensor([[*prompt, *text]])
+        with torch.inference_mode():
+            logits = model(whole) if source is None else model(torch.tensor([source]), whole)
+        logprobs = torch.log_softmax(logits[0], -1)
+        return sum(float(logprobs[i, t]) for i, t in enumerate(text)) / len(text) ** penalty
+
+    best = max(all_texts(4, 4, tokenizer.end), key=rating)
+    config = SamplingConfig(beams=64, max_new_tokens=4, length_penalty=penalty)
+    found = beam_search(lm.batcher, tokenizer, prompt, config, source=source)
+    assert found.tokens == best
+    assert sum(found.logprobs) / len(best) ** penalty == pytest.approx(rating(best), abs=1e-4)
+    lm.close()
+
+
+def test_several_beams_come_best_first_and_stop_texts_end_them(lm):
+    result = lm.generate("hello", beams=4, n=3, max_new_tokens=8)
+    means = [np.mean(sample.logprobs) for sample in result.samples]
+    assert len(means) == 3
+    assert means == sorted(means, reverse=True)
+    stop = result.text[2:4]
+    assert stop not in lm.generate("hello", beams=4, max_new_tokens=8, stop=stop).text
+    later = lm.generate("hello", beams=4, max_new_tokens=8, min_new_tokens=6, ignore_eos=True, stop=stop)
+    assert len(later.tokens) >= 6
+
+
+def test_a_search_that_may_write_nothing_more_ends(lm):
+    """No token may come twice, and the vocabulary is soon used up."""
+    bias = dict.fromkeys(range(6, lm.config.vocab_size), -math.inf)
+    found = lm.generate([0, 1], beams=2, no_repeat_ngram=1, logit_bias=bias, ignore_eos=True, max_new_tokens=20)
+    assert sorted(found.tokens) == [2, 3, 4, 5] and found.finish_reason == "length"

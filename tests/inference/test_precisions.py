@@ -1,0 +1,236 @@
+"""What each precision of the CPU engine keeps, against float64 and against weights read back by hand."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from plume.config import EngineConfig, UserError
+from plume.hf import save_model
+from plume.inference import engine_factory
+from plume.inference.cpu import arithmetic
+from plume.inference.cpu.cpu_engine import CpuEngine
+from plume.inference.cpu.four_bits import iq4_blocks
+from plume.inference.cpu.pack import aligned, pack
+from plume.inference.cpu.panels import CLOSE, KINDS, float24_holds, float24_panels, float32_panels, panels
+from plume.inference.engine import Feed
+from plume.lm import LM
+
+TOKENS = np.random.default_rng(0).integers(0, 266, 60).tolist()
+
+
+def spread_rows(model):
+    """The same function, with columns 10^-3 to 10^3 times as large behind norms whose gains are as much smaller."""
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for block in model.body.blocks:
+            attention, mlp = block.attn.inner, block.mlp.inner
+            for norm, products in (
+                (block.attn.norm, (attention.q, attention.k, attention.v)),
+                (block.mlp.norm, (mlp.up,)),
+            ):
+                factors = 10 ** (6 * torch.rand(norm.weight.shape, generator=draw) - 3)
+                norm.weight.div_(factors)
+                norm.bias.div_(factors)
+                for product in products:
+                    product.weight.mul_(factors)
+    return model
+
+
+def engine_logits(packed, tokens=TOKENS):
+    engine = CpuEngine(packed, threads=2)
+    rows = engine.step([Feed(0, tokens, len(tokens))]).astype(np.float64)
+    engine.close()
+    return rows
+
+
+def torch_logits(model, tokens=TOKENS):
+    with torch.inference_mode():
+        return model(torch.tensor([tokens]))[0].double().numpy()
+
+
+@pytest.fixture(scope="module", params=["plain", "spread"])
+def large(request, random_model):
+    """A model, its float32 logits by torch, and the exact ones."""
+    model = random_model(width=256, layers=4, heads=4, norm_eps=1e-5)
+    model = spread_rows(model) if request.param == "spread" else model
+    theirs, exact = torch_logits(model), torch_logits(model.double())
+    return request.param, model.float(), theirs, exact
+
+
+def test_float32_is_as_exact_as_torch(large):
+    """Also where the weights of a row are spread over six orders of magnitude."""
+    _, model, theirs, exact = large
+    ours = engine_logits(pack(model, "float32"))
+    assert np.abs(ours - exact).max() < 2 * np.abs(theirs - exact).max()
+    assert np.square(ours - exact).mean() ** 0.5 < 1.5 * np.square(theirs - exact).mean() ** 0.5
+
+
+def test_auto_takes_float24_only_where_it_is_as_exact(large):
+    kind, model, theirs, exact = large
+    packed = pack(model, "auto")
+    assert packed.precision == {"plain": "float24", "spread": "float32"}[kind]
+    limit = 2.5 * np.square(theirs - exact).mean() ** 0.5
+    assert np.square(engine_logits(packed) - exact).mean() ** 0.5 < limit
+    if kind == "spread":  # the bound is needed
+        assert np.square(engine_logits(pack(model, "float24")) - exact).mean() ** 0.5 > 100 * limit
+
+
+def test_float32_keeps_every_bit():
+    weight = np.random.default_rng(0).normal(size=(70, 130)).astype(np.float32)
+    weight[:, ::3] *= np.float32(1e-30)
+    weight[5] = np.finfo(np.float32).max
+    block = float32_panels(weight).view(np.float32).reshape(4, 131, 32)
+    assert (block[:, 0] == 1).all()
+    assert (block[:, 1:].swapaxes(1, 2).reshape(128, 130)[:70] == weight).all()
+
+
+def test_float24_keeps_24_bits_of_its_rows_largest():
+    """Read back by hand from the packed form; a row of bfloat16 numbers and a row of zeros are exact."""
+    weight = np.random.default_rng(0).normal(size=(70, 130)).astype(np.float32)
+    weight[3] = torch.from_numpy(weight[3]).bfloat16().float().numpy()
+    weight[4] = 0
+    weight[5, :] = np.finfo(np.float32).max
+    block = float24_panels(weight).reshape(4, 128 + 130 * 96)
+    for row in range(70):
+        panel = block[row // 32]
+        scale = panel[:128].view(np.float32)[row % 32].astype(np.float64)
+        columns = panel[128:].reshape(130, 96)
+        high = np.ascontiguousarray(columns[:, :64]).view(np.int16)[:, row % 32].astype(np.int64)
+        found = (high * 256 + columns[:, 64 + row % 32]) * scale
+        bound = np.abs(weight[row]).max().astype(np.float64) * 2.0**-23
+        assert np.abs(found - weight[row]).max() <= (0 if row in (3, 4) else bound)
+
+
+def test_float24_holds_up_to_its_bound():
+    weight = np.random.default_rng(0).normal(size=(8, 256)).astype(np.float32)
+    assert float24_holds(weight)
+    weight[3] = 0
+    assert float24_holds(weight)
+    weight[5, 7] = np.median(np.abs(weight[5])) * 2.0**24 * CLOSE * 4
+    assert not float24_holds(weight)
+
+
+@pytest.fixture(scope="module")
+def low_weight():
+    """A matrix, and what GGUF's own package reads out of its blocks of 32."""
+    gguf = pytest.importorskip("gguf", reason="the gguf package reads IQ4_NL")
+    weight = np.random.default_rng(0).normal(size=(192, 320)).astype(np.float32) * np.float32(0.02)
+    weight[7] = 0
+    weight[8, 100:] *= 50
+    return weight, gguf.quants.dequantize(iq4_blocks(weight), gguf.GGMLQuantizationType.IQ4_NL)
+
+
+def in_memory(data):
+    block = aligned(data.nbytes)
+    block[:] = data.reshape(-1).view(np.uint8)
+    return block
+
+
+def test_int4_is_the_nearest_of_its_levels(low_weight):
+    """As read by another's code; less is lost than by GGUF's plain four bits, Q4_0."""
+    import gguf
+
+    weight, expected = low_weight
+    block, row, found = in_memory(panels(weight, "int4")), aligned(320, np.float32), []
+    for i in range(192):
+        arithmetic.gather(KINDS["int4"], block.ctypes.data, 320, i, row.ctypes.data)
+        found.append(row.copy())
+    assert (np.stack(found) == expected).all()
+    kind = gguf.GGMLQuantizationType.Q4_0
+    plain = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)
+    assert np.square(expected - weight).sum() < 0.8 * np.square(plain - weight).sum()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9])
+def test_int4_products_are_those_of_its_levels(low_weight, rows):
+    """Against a product in float64 of weights and activations as they were rounded; few rows and many, unpacked."""
+    _, weight = low_weight
+    draw = np.random.default_rng(rows)
+    values, bias = draw.normal(size=(rows, 320)).astype(np.float32), draw.normal(size=192).astype(np.float32)
+    block, source, start = in_memory(panels(low_weight[0], "int4")), in_memory(values), in_memory(bias)
+    stride = 320 * 5 // 4 + 64
+    codes, out, memory = aligned(rows * stride), aligned(rows * 192, np.float32), aligned(128 + 320 * 128)
+    for m in range(rows):
+        at = codes.ctypes.data + m * stride
+        arithmetic.quantise(source.ctypes.data + m * 320 * 4, 320, at, 320, 0, 5)
+    whole = codes.reshape(rows, stride)[:, :320].astype(np.int8).reshape(rows, 5, 64)
+    scales = np.ascontiguousarray(codes.reshape(rows, stride)[:, 320:340]).view(np.float32)
+    rounded = (whole * scales[:, :, None].astype(np.float64)).reshape(rows, 320)
+    assert np.abs(rounded - values).max() <= np.abs(values).max() / 254 * 1.001
+    arithmetic.multiply(
+        KINDS["int4"], block.ctypes.data, 320, 0, 6, codes.ctypes.data, stride, rows, start.ctypes.data,
+        out.ctypes.data, 192 * 4, memory.ctypes.data,
+    )  # fmt: skip
+    np.testing.assert_allclose(out.reshape(rows, 192), rounded @ weight.T.astype(np.float64) + bias, atol=2e-5)
+
+
+def test_int4_engine_gives_the_logits_of_its_levels(random_model):
+    """Every matrix replaced by what GGUF's package reads of it; activations are rounded to bytes, so not exactly."""
+    gguf = pytest.importorskip("gguf", reason="the gguf package reads IQ4_NL")
+    model = random_model()
+    ours = engine_logits(pack(model, "int4"))
+    whole = torch_logits(model)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and "positions" not in name:
+                blocks = iq4_blocks(weight.numpy())
+                weight.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.IQ4_NL)))
+    expected = torch_logits(model)
+    near = np.square(ours - expected).mean() ** 0.5
+    assert near < 0.02 * expected.std()
+    assert near < 0.3 * np.square(ours - whole).mean() ** 0.5, "the weights' rounding is what shows"
+
+
+def taken(array):
+    """Bytes of memory behind an array, by the kernel's own account."""
+    first, total, inside = array.ctypes.data, 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            low, high = (int(part, 16) for part in found.groups())
+            inside = low < first + array.nbytes and high > first
+        elif inside and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux tells what memory is taken")
+def test_slots_take_the_memory_that_they_use(random_model):
+    """64 slots of 1,024 tokens: next to nothing when they are opened, and with 32 tokens in each a small part."""
+    engine = CpuEngine(pack(random_model(context=1024, width=256), "int8"), slots=64, threads=1)
+    held = [engine._memory["keys"], engine._memory["values"]]
+    whole = sum(array.nbytes for array in held)
+    assert whole == 64 * engine.slot_bytes == 64 * 1024 * 2 * 2 * 256 * 4
+    assert max(taken(array) for array in held) < 0.02 * whole  # the two may be one mapping
+    for slot in range(64):
+        engine.step([Feed(slot, TOKENS[:32])])
+    assert max(taken(array) for array in held) < 0.1 * whole
+    engine.close()
+
+
+def test_what_auto_chose_is_packed_once(random_model, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for model, chosen in ((random_model(), "float24"), (spread_rows(random_model()), "float32")):
+        folder = save_model(model, tmp_path / chosen, tokenizer=tokenizer)
+        first = engine_factory.packed_weights(folder, "auto")
+        assert first.precision == chosen
+        with monkeypatch.context() as patched:
+            patched.setattr(engine_factory, "load_model", lambda _: pytest.fail("packed weights should have been used"))
+            again = engine_factory.packed_weights(folder, "auto")
+        assert again.precision == chosen and (again.block == first.block).all()
+        other = engine_factory.packed_weights(folder, "float24")  # by hand, beside what auto chose
+        assert other.precision == "float24"
+        assert len(list((folder / ".plume").iterdir())) == 2
+
+
+def test_precisions_have_an_engine(random_model, tokenizer):
+    lm = LM(None, tokenizer, EngineConfig(engine="cpu", precision="auto", threads=2), random_model())
+    assert "float24 weights" in lm.engine.name
+    lm.close()
+    lm = LM(None, tokenizer, EngineConfig(engine="torch", precision="auto"), random_model())
+    assert lm.generate("a", max_new_tokens=2, seed=1).text is not None
+    for precision in ("float24", "int8", "int4"):
+        with pytest.raises(UserError, match=f"precision={precision} needs engine=cpu"):
+            EngineConfig(engine="torch", precision=precision)
