@@ -19,10 +19,10 @@ import torch
 
 from benchmarks.results import ROOT, Row, made_text, real, report
 from plume.config import DataConfig, DistillConfig, PretrainConfig, TokenizerConfig, build, read_recipe
-from plume.heads import Model
+from plume.hf import load_model
+from plume.model.heads import Model
 from plume.train.distill import distill
 from plume.train.pretrain import pretrain
-from plume.weights import load_model
 
 
 @torch.inference_mode()
@@ -58,7 +58,7 @@ def main() -> None:
             paths=(str(args.text),),
             folder=place / "data",
             tokenizer=TokenizerConfig(kind="characters"),
-            validation_share=0.1,
+            validation_fraction=0.1,
             split="tail",
             workers=1,
         )

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from benchmarks.results import Row, made_text, real, report
 from plume.config import TokenizerConfig
 from plume.text import Tokenizer, load_tokenizer, train_tokenizer
-from plume.text.files import to_json
+from plume.text.tokenizer_json import to_json
 
 
 def some_text(characters: int) -> list[str]:

@@ -21,16 +21,15 @@ import torch
 
 from benchmarks.results import Row, real, report
 from plume.config import PRESETS, EvaluateConfig, TokenizerConfig
-from plume.evaluate.progress import Progress
-from plume.evaluate.protocols import protocol_called
-from plume.evaluate.run import Run
-from plume.evaluate.store import Store
-from plume.evaluate.subject import Subject
-from plume.evaluate.tasks import task_called
-from plume.evaluate.texts import split_pages
-from plume.heads import Model
+from plume.evaluate.eval_tasks import find_task
+from plume.evaluate.formats import split_pages
+from plume.evaluate.items import find_protocol
+from plume.evaluate.subject import ScoreStore, Subject
+from plume.evaluate.task_run import TaskRun
+from plume.hf import save_model
+from plume.model.heads import Model
 from plume.text import Tokenizer, load_tokenizer, train_tokenizer
-from plume.weights import save_model
+from plume.util.progress import Progress
 
 
 def texts(data: Path | None) -> tuple[list[str], list[str], Path | None]:
@@ -108,9 +107,9 @@ def harness_seconds(model: Any, task: dict[str, Any]) -> tuple[float, float]:
 
 
 def our_seconds(subject: Subject, task: str, data: Path) -> tuple[float, float]:
-    known = task_called(str(data / "choices.jsonl") if task == "choices" else task)
-    with Store(None, subject.hash) as store:
-        run = Run(known, protocol_called("harness"), subject, store, subject.config, 1234)
+    known = find_task(str(data / "choices.jsonl") if task == "choices" else task)
+    with ScoreStore(None, subject.hash) as store:
+        run = TaskRun(known, find_protocol("harness"), subject, store, subject.config, 1234)
         began = time.perf_counter()
         result = run.result(Progress(quiet=True), None)
         seconds = time.perf_counter() - began

@@ -1,42 +1,49 @@
-"""What the CPU engine loses against torch, on a model trained here: python -m benchmarks.exact [--minutes 1]."""
+"""What the CPU engine loses against torch: python -m benchmarks.exact [--model plume-en] [--text FILE].
+
+On the bundled model and WikiText-2 where that is there; otherwise on a model that `plume demo` trains, and its text.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.results import Row, report
+from benchmarks.results import Row, real, report
 from plume.config import DemoConfig
 from plume.data.shards import open_shards
 from plume.demo import demo
-from plume.generate.cpu.engine import CpuEngine
-from plume.generate.cpu.pack import pack
-from plume.generate.engine import Feed
-from plume.heads import Model
-from plume.weights import load_model
+from plume.hf import load_model, resolve
+from plume.inference.cpu.cpu_engine import CpuEngine
+from plume.inference.cpu.pack import pack
+from plume.inference.engine import Feed
+from plume.model.heads import Model
+from plume.text import load_tokenizer
 
 STEPS = 200  # tokens that the engine is given one by one
 ANSWER = 64  # tokens that are written greedily behind each beginning
 Ids = np.ndarray[Any, np.dtype[np.int64]]
+Read = tuple[float, Ids, list[list[int]]]  # see read_and_write
+PERPLEXITY = {"int8": 0.5, "int4": 2.0}  # percent by which it may change
 
 
-def distance_from_torch(model: Model, tokens: Ids) -> float:
+def distance_from_torch(model: Model, tokens: Ids, precision: Any) -> float:
     """The largest difference of any logit while the engine reads token by token."""
     with torch.inference_mode():
         expected = model(torch.from_numpy(tokens)[None])[0].numpy()
-    engine = CpuEngine(pack(model, "float32"))
+    engine = CpuEngine(pack(model, precision))
     found = np.stack([engine.step([Feed(0, [token])])[0].copy() for token in tokens.tolist()])
     engine.close()
     return float(np.abs(found - expected).max())
 
 
-def read_and_write(model: Model, precision: Any, windows: list[Ids]) -> tuple[float, Ids, list[list[int]]]:
+def read_and_write(model: Model, precision: Any, windows: list[Ids]) -> Read:
     """Loss per token, the likeliest token of every place, and what is written behind the first half of each window."""
     engine = CpuEngine(pack(model, precision))
     losses, likeliest, answers = [], [], []
@@ -55,41 +62,50 @@ def read_and_write(model: Model, precision: Any, windows: list[Ids]) -> tuple[fl
     return float(np.mean(losses)), np.concatenate(likeliest), answers
 
 
-def measure(run: Path, count: int) -> None:
-    model = load_model(run / "model").eval()
-    stream = open_shards(run / "data", "validation").streams[0]
+def measure(name: str, model: Model, ids: Ids, count: int) -> None:
+    """On the first windows of a text, each half a context long."""
     size = model.config.context // 2
-    windows = [stream.read(i * size, (i + 1) * size) for i in range(min(count, len(stream) // size))]
-    far = distance_from_torch(model, stream.read(0, min(STEPS, model.config.context)))
+    windows = [ids[i * size : (i + 1) * size] for i in range(min(count, len(ids) // size))]
+    first = ids[: min(STEPS, model.config.context)]
     loss, likeliest, answers = read_and_write(model, "float32", windows)
-    loss8, likeliest8, answers8 = read_and_write(model, "int8", windows)
-    change = math.expm1(loss8 - loss)
-    whole = sum(a == b for a, b in zip(answers, answers8, strict=True))
+    low = {precision: read_and_write(model, precision, windows) for precision in PERPLEXITY}
     report(
-        Row(
-            key="float32",
-            what=f"float32: largest distance from torch's logits over {STEPS} steps",
-            figure=far * 1e6,
-            unit="millionths",
-            digits=1,
-            at_most=100,
+        *(
+            Row(
+                key=precision,
+                what=f"{precision}: largest distance from torch's logits over {STEPS} steps, {name}",
+                figure=1e6 * distance_from_torch(model, first, precision),
+                unit="millionths",
+                digits=1,
+                at_most=100,
+            )
+            for precision in ("float32", "float24")
         ),
-        Row(
-            key="perplexity",
-            what="int8: change of perplexity",
-            figure=100 * abs(change),
-            unit="%",
-            at_most=0.5,
-            detail=f"{math.exp(loss):.3f} to {math.exp(loss8):.3f} over {len(likeliest):,} unseen tokens",
-        ),
-        Row(
-            key="greedy",
-            what="int8: places where the likeliest token is float32's",
-            figure=100 * float(np.mean(likeliest == likeliest8)),
-            unit="%",
-            at_least=97,
-            detail=f"{whole} of {len(windows)} greedy answers of {ANSWER} tokens are the same from first to last",
-        ),
+        *(row for precision in low for row in low_rows(name, precision, (loss, likeliest, answers), low[precision])),
+    )
+
+
+def low_rows(name: str, precision: str, whole: Read, low: Read) -> Iterator[Row]:
+    """What a low precision does to perplexity and choices."""
+    loss, likeliest, answers = whole
+    low_loss, low_likeliest, low_answers = low
+    key = "" if precision == "int8" else f", {precision}"
+    yield Row(
+        key=f"perplexity{key}",
+        what=f"{precision}: change of perplexity, {name}",
+        figure=100 * abs(math.expm1(low_loss - loss)),
+        unit="%",
+        at_most=PERPLEXITY[precision],
+        detail=f"{math.exp(loss):.3f} to {math.exp(low_loss):.3f} over {len(likeliest):,} unseen tokens",
+    )
+    same = sum(a == b for a, b in zip(answers, low_answers, strict=True))
+    yield Row(
+        key=f"greedy{key}",
+        what=f"{precision}: places where the likeliest token is float32's, {name}",
+        figure=100 * float(np.mean(likeliest == low_likeliest)),
+        unit="%",
+        at_least=97 if precision == "int8" else None,
+        detail=f"{same} of {len(answers)} greedy answers of {ANSWER} tokens are the same from first to last",
     )
 
 
@@ -97,14 +113,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--windows", type=int, default=100)
-    parser.add_argument("--run", type=Path, help="a run of `plume demo`, instead of training one")
+    parser.add_argument("--model", default="plume-en")
+    parser.add_argument("--text", type=Path, default=real("data", "wikitext-2", "wiki.valid.raw"))
     args = parser.parse_args()
-    if args.run is not None:
-        measure(args.run, args.windows)
+    if args.text is not None:
+        place = resolve(args.model)
+        ids = load_tokenizer(place).encode(args.text.read_text(encoding="utf-8")[:1_000_000])
+        measure(args.model, load_model(place), np.array(ids), args.windows)
         return
-    with tempfile.TemporaryDirectory(prefix="plume-bench-") as place:
-        demo(DemoConfig(folder=Path(place) / "demo", minutes=args.minutes))
-        measure(Path(place) / "demo", args.windows)
+    with tempfile.TemporaryDirectory(prefix="plume-bench-") as made:
+        folder = Path(made) / "demo"
+        demo(DemoConfig(folder=folder, minutes=args.minutes))
+        stream = open_shards(folder / "data", "validation").streams[0]
+        measure("demo", load_model(folder), stream.read(0, len(stream)), args.windows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""From .jsonl to token shards against `datasets` map with `tokenizers`, interleaved; and peak memory over input size.
+"""From .jsonl to token shards against `datasets` map with `tokenizers`, and with two workers against one, interleaved;
+and peak memory over input size.
 
     python -m benchmarks.prepare [--vocabulary FOLDER] [--megabytes 50] [--large 500] [--rounds 3]
 
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import json
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -106,6 +108,69 @@ def run(script: str, *words: str) -> tuple[float, float, float]:
     return time.perf_counter() - began, cpu_seconds() - used, most / 1e6
 
 
+def measure_speed(text: Path, vocabulary: str, rounds: int) -> None:
+    megabytes, ratios = text.stat().st_size / 1e6, []
+    for n in range(rounds):
+        speeds = {}
+        for name, script in (("plume", OURS), ("datasets + tokenizers", THEIRS)):
+            out = text.with_name(f"{name.split()[0]}{n}")
+            seconds, used, peak = run(script, str(text), str(out), vocabulary, str(WORKERS))
+            speeds[name] = megabytes / seconds
+            print(f"  {name}: {speeds[name]:.1f} MB/s, {used:.0f} s of processor, peak {peak:.0f} MB", flush=True)
+        ratios.append(speeds["plume"] / speeds["datasets + tokenizers"])
+        print(f"round {n + 1}: ratio {ratios[-1]:.2f}", flush=True)
+    report(
+        Row(
+            key="speed",
+            what=".jsonl to token shards: MB/s against `datasets` map with `tokenizers`",
+            figure=statistics.median(ratios),
+            at_least=2.5,
+            detail=f"rounds {', '.join(f'{ratio:.2f}' for ratio in ratios)}",
+        )
+    )
+
+
+def measure_workers(text: Path, vocabulary: str, rounds: int) -> None:
+    megabytes, ratios = text.stat().st_size / 1e6, []
+    for n in range(rounds):
+        seconds = {}
+        for workers in (1, WORKERS):
+            out = text.with_name(f"workers{workers}-{n}")
+            seconds[workers], used, _ = run(OURS, str(text), str(out), vocabulary, str(workers))
+            speed = megabytes / seconds[workers]
+            print(f"  {workers} worker(s): {speed:.1f} MB/s, {used:.0f} s of processor", flush=True)
+            shutil.rmtree(out)
+        ratios.append(seconds[1] / seconds[WORKERS])
+        print(f"round {n + 1}: {WORKERS} workers are {ratios[-1]:.2f} times as fast as one", flush=True)
+    report(
+        Row(
+            key="workers",
+            what=f".jsonl to token shards: MB/s with {WORKERS} workers against one, {text.stat().st_size >> 20} MB",
+            figure=statistics.median(ratios),
+            at_least=1.8,
+            detail=f"rounds {', '.join(f'{ratio:.2f}' for ratio in ratios)}",
+        )
+    )
+
+
+def measure_memory(small: Path, large: Path, vocabulary: str) -> None:
+    peaks, sizes = {}, {}
+    for path in (small, large):
+        seconds, _, peaks[path] = run(OURS, str(path), f"{path}.out", vocabulary, str(WORKERS))
+        sizes[path] = path.stat().st_size
+        megabytes = sizes[path] / 1e6
+        print(f"plume on {megabytes:.0f} MB: {megabytes / seconds:.1f} MB/s, peak {peaks[path]:.0f} MB", flush=True)
+    report(
+        Row(
+            key="memory",
+            what=f"peak memory for {sizes[large] >> 20} MB of text, against {sizes[small] >> 20} MB",
+            figure=peaks[large] / peaks[small],
+            at_most=1.1,
+            detail=f"{peaks[large]:.0f} and {peaks[small]:.0f} MB",
+        )
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocabulary", type=Path, default=real("tokenizers", "gpt2"))
@@ -118,42 +183,11 @@ def main() -> None:
         vocabulary = str(own_vocabulary(base) if args.vocabulary is None else args.vocabulary)
         small, large = base / "small.jsonl", base / "large.jsonl"
         write_corpus(small, args.megabytes)
-        megabytes = small.stat().st_size / 1e6
-        ratios = []
-        for n in range(args.rounds):
-            speeds = {}
-            for name, script in (("plume", OURS), ("datasets + tokenizers", THEIRS)):
-                out = base / f"{name.split()[0]}{n}"
-                seconds, used, peak = run(script, str(small), str(out), vocabulary, str(WORKERS))
-                speeds[name] = megabytes / seconds
-                print(f"  {name}: {speeds[name]:.1f} MB/s, {used:.0f} s of processor, peak {peak:.0f} MB", flush=True)
-            ratios.append(speeds["plume"] / speeds["datasets + tokenizers"])
-            print(f"round {n + 1}: ratio {ratios[-1]:.2f}", flush=True)
-        report(
-            Row(
-                key="speed",
-                what=".jsonl to token shards: MB/s against `datasets` map with `tokenizers`",
-                figure=statistics.median(ratios),
-                at_least=2.5,
-                detail=f"rounds {', '.join(f'{ratio:.2f}' for ratio in ratios)}",
-            )
-        )
+        measure_speed(small, vocabulary, args.rounds)
         if args.large:
             write_corpus(large, args.large)
-            peaks = {}
-            for path in (small, large):
-                seconds, _, peaks[path] = run(OURS, str(path), f"{path}.out", vocabulary, str(WORKERS))
-                size = path.stat().st_size / 1e6
-                print(f"plume on {size:.0f} MB: {size / seconds:.1f} MB/s, peak {peaks[path]:.0f} MB", flush=True)
-            report(
-                Row(
-                    key="memory",
-                    what=f"peak memory for {args.large} MB of text, against {args.megabytes} MB",
-                    figure=peaks[large] / peaks[small],
-                    at_most=1.1,
-                    detail=f"{peaks[large]:.0f} and {peaks[small]:.0f} MB",
-                )
-            )
+            measure_workers(large, vocabulary, args.rounds)
+            measure_memory(small, large, vocabulary)
 
 
 if __name__ == "__main__":

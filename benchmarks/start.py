@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from benchmarks.results import Row, report
-from plume.generate.bench import random_folder
+from plume.bench import random_folder
 
 
 def seconds_to_first_letter(words: list[str]) -> float:

@@ -2,6 +2,7 @@
 
 python -m benchmarks.train characters [--text FILE]
 python -m benchmarks.train gpt2
+python -m benchmarks.train steps --before CHECKOUT   (another commit of Plume, by turns with this one)
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import resource
 import subprocess
 import sys
@@ -26,13 +28,14 @@ import torch.nn.functional as F
 from benchmarks.results import ROOT, Row, real, report, skip
 from plume.config import PRESETS, PretrainConfig, TrainConfig, build, read_recipe
 from plume.data import PackedWindows, open_shards, prepare
-from plume.heads import Model
+from plume.model.heads import Model
+from plume.model.loss import TensorBatch
 from plume.text import load_tokenizer
-from plume.train.devices import choose_precision
+from plume.train.distribute import Ranks
 from plume.train.loop import Task, Trainer
-from plume.train.objectives import TensorBatch, Tokens
+from plume.train.objectives import Tokens
 from plume.train.pretrain import make_task
-from plume.train.ranks import Ranks
+from plume.util.devices import choose_precision
 
 TARGET = 1.88  # nats per character over the whole held-out tenth of Shakespeare
 CHECK = 100  # steps of the plain recipe between two looks at its validation loss
@@ -176,21 +179,23 @@ def our_gpt2(steps: int, preset: str) -> list[float]:
     return seconds
 
 
-def random_rows(step: int, first: int, rows: int, vocab_size: int) -> TensorBatch:
+def random_rows(step: int, first: int, rows: int, vocab_size: int, length: int = LENGTH) -> TensorBatch:
     random = torch.Generator().manual_seed(step * ROWS + first)
-    text = torch.randint(0, vocab_size, (rows, LENGTH + 1), generator=random)
+    text = torch.randint(0, vocab_size, (rows, length + 1), generator=random)
     return TensorBatch(tokens=text[:, :-1].contiguous(), targets=text[:, 1:].contiguous())
 
 
 @dataclass(frozen=True)
 class RandomRows:
     vocab_size: int
+    batch: int = ROWS
+    length: int = LENGTH
 
     def rows(self, step: int) -> int:
-        return ROWS
+        return self.batch
 
     def part(self, step: int, first: int, rows: int) -> TensorBatch:
-        return random_rows(step, first, rows, self.vocab_size)
+        return random_rows(step, first, rows, self.vocab_size, self.length)
 
 
 def gpt2(turns: int, steps: int, preset: str) -> dict[str, Any]:
@@ -213,6 +218,64 @@ def gpt2(turns: int, steps: int, preset: str) -> dict[str, Any]:
     result["speed_ratio"] = median(o / p for o, p in zip(speeds["ours"], speeds["plain"], strict=True))
     result["cpu_ratio"] = median(p / o for o, p in zip(used["ours"], used["plain"], strict=True))
     return result | {"memory_ratio": max(peaks["ours"]) / max(peaks["plain"])}
+
+
+# ---- small models: the same steps by two commits -------------------------------------------------------------------
+
+SHAPES = {  # what is trained, its sequences per step
+    "4x128": (replace(PRESETS["gpt2-laptop"], vocab_size=2048, width=128, context=128), 16),
+    "gpt2-laptop": (replace(PRESETS["gpt2-laptop"], vocab_size=4096), 16),
+}
+
+
+def timed_steps(shape: str, steps: int) -> list[list[float]]:
+    """Clock and processor seconds of each step with Muon, the first two left out."""
+    model, rows = SHAPES[shape]
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder:
+        batches = RandomRows(model.vocab_size, rows, model.context)
+        task = Task(model=Model(model), objective=Tokens(), train=batches)
+        config = TrainConfig(steps=steps + 2, batch=rows, optimizer="muon")
+        trainer = Trainer(task, config, Path(folder), Ranks(), choose_precision(CPU, "float32"))
+        for _ in range(steps + 2):
+            began = time.perf_counter(), time.process_time()
+            trainer.update()
+            seconds.append([time.perf_counter() - began[0], time.process_time() - began[1]])
+    return seconds[2:]
+
+
+def compared_steps(before: Path, turns: int, steps: int) -> list[Row]:
+    """Each commit in processes of its own, by turns. The quickest step counts: others were disturbed more."""
+    found: dict[tuple[str, str], list[list[float]]] = {}
+    for _ in range(turns):
+        for shape in SHAPES:
+            for name, root in (("before", before), ("now", ROOT)):
+                command = [sys.executable, __file__, "timed", "--preset", shape, "--steps", str(steps)]
+                done = subprocess.run(
+                    command,
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                    cwd=root,
+                    env=os.environ | {"PYTHONPATH": str(root)},
+                )
+                found.setdefault((shape, name), []).extend(json.loads(done.stdout))
+    rows = []
+    for shape, (model, sequences) in SHAPES.items():
+        (clock, processor), (old_clock, old_processor) = (
+            (min(column) for column in zip(*found[shape, name], strict=True)) for name in ("now", "before")
+        )
+        speeds = [sequences * model.context / s for s in (clock, old_clock)]
+        rows.append(
+            Row(
+                key=shape,
+                what=f"{shape}, training: tokens/s against the commit before",
+                figure=old_clock / clock,
+                at_least=1.3,
+                detail=f"{speeds[0]:,.0f} and {speeds[1]:,.0f} tokens/s; by processor {old_processor / processor:.2f}",
+            )
+        )
+    return rows
 
 
 def one(name: str, steps: int, preset: str) -> dict[str, Any]:
@@ -261,7 +324,8 @@ def gpt2_rows(found: dict[str, Any]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["characters", "gpt2", "one"])
+    parser.add_argument("what", choices=["characters", "gpt2", "steps", "one", "timed"])
+    parser.add_argument("--before", type=Path, help="another checkout, for steps")
     parser.add_argument("--text", type=Path, default=real("data", "tinyshakespeare", "input.txt"))
     parser.add_argument("--plain-steps", type=int, default=2000, help="of the plain recipe on characters")
     parser.add_argument("--turns", type=int, default=2)
@@ -280,6 +344,12 @@ def main() -> None:
             report(*character_rows(characters(given.text, given.plain_steps, given.steps)))
         case "gpt2":
             report(*gpt2_rows(gpt2(given.turns, steps, given.preset)))
+        case "steps":
+            if given.before is None:
+                skip("there is no other commit to compare with; --before names its checkout")
+            report(*compared_steps(given.before.resolve(), given.turns, steps))
+        case "timed":
+            print(json.dumps(timed_steps(given.preset, steps)))
         case _:
             print(json.dumps(one(given.name, steps, given.preset)))
 

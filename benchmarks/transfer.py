@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import tempfile
 import time
 from dataclasses import replace
@@ -29,6 +30,7 @@ from plume.config import (
     TokenizerConfig,
     TrainConfig,
 )
+from plume.lab.verdicts import paired_test
 from plume.train.finetune import FinetuneResult, finetune
 from plume.train.pretrain import pretrain
 
@@ -38,7 +40,9 @@ MODEL = {
 }
 OBJECTIVE = {
     "gpt": ObjectiveConfig(kind="language-model"),
-    "bert": ObjectiveConfig(kind="masked", masking=MaskingConfig(share=0.3)),  # with 0.15 it learns half as fast here
+    "bert": ObjectiveConfig(
+        kind="masked", masking=MaskingConfig(mask_prob=0.3)
+    ),  # with 0.15 it learns half as fast here
 }
 STEPS = {"gpt": 1500, "bert": 6000}
 KIND = {"gpt": "gpt1-bpe", "bert": "wordpiece"}
@@ -65,7 +69,7 @@ def base_model(family: str, data: Path, out: Path, steps: int) -> Path:
                 lr=2e-3,
                 weight_decay=0.1,
                 schedule="linear",
-                final_lr_share=0.0,
+                final_lr_ratio=0.0,
                 warmup_steps=100,
                 validate_every=max(1, steps // 4),
                 validation_rows=64,
@@ -111,7 +115,7 @@ def run(name: str, variant: str, model: Path, folder: Path, out: Path, args: arg
         auxiliary_weight=auxiliary,
         epochs=args.epochs,
         lr=args.lr,
-        warmup_share=0.1,
+        warmup_ratio=0.1,
         dropout=0.1,
         seeds=args.seeds,
         validate_every=10**6,
@@ -128,22 +132,23 @@ def run(name: str, variant: str, model: Path, folder: Path, out: Path, args: arg
     return result
 
 
-def rows(args: argparse.Namespace, name: str, medians: dict[str, float]) -> list[Row]:
-    """What pretraining adds to the median, with and without the auxiliary loss where both were run."""
+def rows(args: argparse.Namespace, name: str, scores: dict[str, list[float]]) -> list[Row]:
+    """What pretraining adds, seed by seed, with and without the auxiliary loss where both were run."""
     found = []
     for ending in ("", ", no auxiliary"):
-        if f"pretrained{ending}" in medians:
-            with_it, without = medians[f"pretrained{ending}"], medians[f"no pretraining{ending}"]
+        if f"pretrained{ending}" in scores:
+            with_it, without = scores[f"pretrained{ending}"], scores[f"no pretraining{ending}"]
+            test = paired_test(with_it, without)
             found.append(
                 Row(
                     key=f"{name}{ending}",
                     what=f"{args.family.upper()}{ending or ', with the auxiliary loss' * (args.family == 'gpt')}: "
                     f"what pretraining adds on {name}",
-                    figure=100 * (with_it - without),
+                    figure=100 * test.mean,
                     unit="points",
                     digits=1,
-                    at_least=0.1 if name == "sst2" else None,
-                    detail=f"{100 * with_it:.1f} with, {100 * without:.1f} without; median of {args.seeds} seeds",
+                    detail=f"95 % interval of {args.seeds} seeds {100 * test.low:.1f} to {100 * test.high:.1f}; means "
+                    f"{100 * statistics.fmean(with_it):.1f} with, {100 * statistics.fmean(without):.1f} without",
                 )
             )
     return found
@@ -156,8 +161,8 @@ def measure(args: argparse.Namespace, out: Path) -> None:
         variants = ["pretrained", "no pretraining"]
         if args.family == "gpt" and name == "sst2":
             variants += ["pretrained, no auxiliary", "no pretraining, no auxiliary"]
-        medians = {v: run(name, v, model, folder, out, args).summary["median"] for v in variants}
-        report(*rows(args, name, medians))
+        results = {v: run(name, v, model, folder, out, args) for v in variants}
+        report(*rows(args, name, {v: [seed.score for seed in result.seeds] for v, result in results.items()}))
 
 
 def main() -> None:

@@ -1,0 +1,159 @@
+"""The bundled model plume-en: `python -m benchmarks.bundled` measures it, `... bundled train` makes it again.
+
+Making it reads ../shared/data/english (100 novels in the public domain, and sentences of Tatoeba under CC BY 2.0 FR).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import zstandard
+
+import plume
+from benchmarks.results import ROOT, Row, real, report, skip
+from plume.util.hub import BUNDLED
+
+NAME = "plume-en"
+NOVELS_IN_TOKENIZER = 4_000_000  # characters: beside the sentences, which are nearer to everyday English
+WORD_COUNT = 60  # times that each word below stands in the tokenizer's text, so that it becomes one token
+WORDS = """robot robots computer phone telephone internet car cars bus plane airport television radio movie music video
+game email website camera science scientist machine engine energy planet space laws law human beings conflict orders
+obey model language token attention teacher student school university job office company market price tax First Law
+Anna Tom Mary John Peter Alice Bob Jane Paul Lisa Emma James Sarah David Kate Mark Lucy Henry Susan George Laura Robert
+Julia Daniel Maria Frank Helen Linda Karen Nancy cat dog horse bird fish tree river mountain city village London Paris
+France England America China Germany Boston Japan Australia"""
+WOMEN = ("Anna", "Mary", "Alice", "Jane", "Lisa", "Emma", "Sarah", "Kate", "Lucy", "Susan")
+MEN = ("Tom", "John", "Peter", "Bob", "Paul", "James", "David", "Mark", "Henry", "George")
+SENTENCES = (  # the pronoun at the end can only be the first name, or only the second
+    ("Yesterday {she} gave {he} her book because she", "she"),
+    ("Then {he} told {she} about his new house because he", "he"),
+    ("At first {she} did not see {he} in the street because he", "he"),
+    ("At last {he} wrote a letter to {she} because she", "she"),
+    ("Last night {she} was waiting for {he} at the station when she", "she"),
+)
+SHARE = 0.4  # of a head's attention
+
+
+def two_names() -> Iterator[tuple[str, str]]:
+    """Fifty sentences that end with a pronoun, and the name that it stands for."""
+    for number in range(50):
+        names = {"she": WOMEN[number % 10], "he": MEN[(number * 3 + number // 10) % 10]}
+        sentence, pronoun = SENTENCES[number // 10]
+        yield sentence.format(**names), names[pronoun]
+
+
+def sentences_solved(lm: plume.LM) -> tuple[int, tuple[int, int], int]:
+    """How many the best single head solves, which head that is, and how many some head or other solves."""
+    solved: dict[tuple[int, int], int] = {}
+    any_head = 0
+    for text, name in two_names():
+        shown = lm.explain(text)
+        pieces = [lm.tokenizer.decode([token]).strip() for token in lm.tokenizer.encode(text)]
+        place = pieces.index(name)
+        heads = [
+            (layer, head)
+            for layer in range(lm.config.layers)
+            for head, weights in enumerate(shown.attention(layer))
+            if weights[-1][place] > SHARE
+        ]
+        any_head += bool(heads)
+        for head in heads:
+            solved[head] = solved.get(head, 0) + 1
+    best = max(solved, key=lambda head: solved[head], default=(0, 0))
+    return solved.get(best, 0), best, any_head
+
+
+# ---- making it -----------------------------------------------------------------------------------------------------
+
+
+def read(file: Path) -> str:
+    with file.open("rb") as stream:
+        return zstandard.ZstdDecompressor().stream_reader(stream).read().decode()
+
+
+def tokenizer_text(english: Path) -> str:
+    """All sentences, a random part of the novels, and words of today that the novels lack."""
+    paragraphs = [
+        p for row in read(english / "novels.jsonl.zst").splitlines() for p in json.loads(row)["text"].split("\n")
+    ]
+    random.Random(0).shuffle(paragraphs)
+    part, size = list[str](), 0
+    while size <= NOVELS_IN_TOKENIZER:
+        part.append(paragraphs.pop(0))
+        size += len(part[-1])
+    words = f"The {' '.join(WORDS.split())}"
+    return "\n".join([read(english / "sentences.txt.zst").rstrip("\n"), *part, *[words] * WORD_COUNT]) + "\n"
+
+
+def make(english: Path, place: Path) -> None:
+    """Tokenizer, pretraining by the recipe `plume-en`, and the folder in half precision."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "sample.txt").write_text(tokenizer_text(english), encoding="utf-8")
+    (place / "data").mkdir(exist_ok=True)
+    if not (place / "data" / "english").exists():
+        (place / "data" / "english").symlink_to(english.resolve())
+    commands = (
+        "tokenizer train sample.txt --out data/plume-en-tokenizer --tokenizer.vocab_size 8192",
+        "pretrain plume-en",
+        "import runs/plume-en --out plume-en --precision float16",
+    )
+    for command in commands:
+        subprocess.run([sys.executable, "-m", "plume", *command.split()], cwd=place, check=True)
+
+
+# ---- measuring it --------------------------------------------------------------------------------------------------
+
+
+def first_token_seconds() -> float:
+    """From the start of the command to its first word, with weights that were packed before."""
+    command = [sys.executable, "-m", "plume", "generate", NAME, "Once", "--max-new-tokens", "1", "--seed", "1"]
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=("measure", "train"), default="measure")
+    parser.add_argument("--place", type=Path, default=ROOT / "runs" / NAME, help="folder to train in")
+    given = parser.parse_args()
+    if given.what == "train":
+        english = real("data", "english")
+        make(english, given.place) if english is not None else skip("needs ../shared/data/english")
+        return
+    lm = plume.load(NAME)
+    solved, (layer, head), any_head = sentences_solved(lm)
+    size = sum(file.stat().st_size for file in (BUNDLED / NAME).iterdir()) / 1e6
+    report(
+        Row(key="size", what="plume-en: its folder", figure=size, unit="MB", digits=1, at_most=24),
+        Row(
+            key="names",
+            what="plume-en: of 50 sentences with two names, those where some head gives the right one over 40 %",
+            figure=any_head,
+            unit="",
+            digits=0,
+            at_least=35,
+            detail=f"{solved} by one head alone (layer {layer}, head {head})",
+        ),
+        Row(
+            key="start",
+            what="plume-en: from `plume generate` to its first token",
+            figure=first_token_seconds(),
+            unit="s",
+            at_most=2,
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main()
