@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 EXTRAS := dev,eval,gpt1,cluster,track
 
-.PHONY: demo tour test test-slow coverage lint types site bench clean
+.PHONY: demo tour test test-slow test-again coverage lint types site bench clean
 
 demo: $(VENV)/.plume
 	$(BIN)/plume demo --overwrite
@@ -22,6 +22,10 @@ test: $(VENV)/.all
 
 test-slow: $(VENV)/.all
 	$(PYTEST) -m slow
+
+# what failed beside other tests, once more and alone: a busy machine fails few tests twice, a defect fails again
+test-again: $(VENV)/.all
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 # a fresh cache lets numba compile, so that what writes the compiled code is seen at work
 coverage: export COVERAGE_FILE := $(CURDIR)/build/coverage/data
