@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import argparse
 import ast
-import math
 import tempfile
 import time
 from pathlib import Path
 
-import torch
-
 import plume
 from benchmarks.results import Row, report
 from plume.config import DemoConfig
-from plume.data import PackedWindows, open_shards
 from plume.demo import PYTHON_PROMPTS, demo
-from plume.hf import load_model
-from plume.model.loss import token_loss
-from plume.text import load_tokenizer
+from plume.train.held_out import held_out_bits
 
 SAMPLES, NEW_TOKENS = 20, 120
 
@@ -45,19 +39,6 @@ def parsing_share(run: Path) -> tuple[float, int]:
     return sum(map(parses, lines)) / max(1, len(lines)), len(lines)
 
 
-@torch.no_grad()
-def bits_per_byte(run: Path) -> float:
-    """Over all that was held out, in windows of the context, each read from nothing."""
-    tokenizer, model = load_tokenizer(run / "model"), load_model(run / "model").eval()
-    (data,) = {file.parent for file in (run / "data").rglob("data.json")}
-    total = size = 0.0
-    for batch in PackedWindows(open_shards(data, "validation"), model.config.context, shuffle=False).sweep(64):
-        hidden, targets = model.body(torch.from_numpy(batch.tokens)), torch.from_numpy(batch.targets)
-        total += float(token_loss(hidden, model.table, targets, vocab_size=model.config.vocab_size))
-        size += len(tokenizer.decode(targets.flatten().tolist()).encode())
-    return total / math.log(2) / size
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=2.0)
@@ -68,7 +49,7 @@ def main() -> None:
         run = Path(place) / "demo"
         result = demo(DemoConfig(folder=run, minutes=args.minutes))
         seconds = time.perf_counter() - began
-        bits, (share, lines) = bits_per_byte(run), parsing_share(run)
+        bits, (share, lines) = held_out_bits(run / "model", run / "data"), parsing_share(run)
     validation = result.outcome.validation
     assert validation is not None
     older = None if args.older is None else parsing_share(args.older)[0]
@@ -91,10 +72,11 @@ def main() -> None:
         Row(
             key="bits",
             what="bits per byte of the held-out text",
-            figure=bits,
+            figure=bits["this model"],
             unit="",
             at_most=1.5 if args.minutes >= 2 else None,
-            detail=f"{result.outcome.tokens:,} tokens in {result.outcome.seconds:.0f} s",
+            detail=f"{result.outcome.tokens:,} tokens in {result.outcome.seconds:.0f} s; "
+            f"bigram {bits['bigram']:.2f}, xz {bits['xz']:.2f}",
         ),
         Row(
             key="lines",

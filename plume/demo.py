@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +25,12 @@ if TYPE_CHECKING:
     from plume.train.pretrain import RunResult
 
 OWN_PROMPTS = (None, None)  # from the start token
+NAMES = {
+    "uniform": "nothing: all tokens equally likely",
+    "unigram": "how frequent each token is",
+    "bigram": "the token before (bigram)",
+    "xz": "xz, after the training text",
+}
 PYTHON_PROMPTS = ("def read(", "class", "import")  # a trailing space would stand for a token that never comes alone
 
 
@@ -49,7 +54,7 @@ def demo(config: DemoConfig) -> RunResult:
     result = pretrain(run)
     if not result.outcome.finished:
         return result
-    show_losses(console, result)
+    show_losses(console, result, run.data.folder)
     show_samples(console, config, result.model)
     show_next(console, result)
     return result
@@ -88,16 +93,19 @@ def settings(config: DemoConfig) -> tuple[PretrainConfig, str]:
 # ---- output ---------------------------------------------------------------------------------------------------
 
 
-def show_losses(console: Console, result: RunResult) -> None:
+def show_losses(console: Console, result: RunResult, data: Path) -> None:
+    """What the held-out text takes by the model, beside what needs no model; nothing where too little was held out."""
     from rich.table import Table
 
-    table = Table("model", "loss", "perplexity", title="Validation loss")
-    table.columns[1].justify = table.columns[2].justify = "right"
-    validation = result.outcome.validation
-    losses = {"uniform": result.uniform, "unigram": result.unigram}
-    losses["this model"] = result.outcome.loss if validation is None else validation
-    for name, loss in losses.items():
-        table.add_row(name, f"{loss:.3f}", f"{math.exp(loss):,.1f}")
+    from plume.train.held_out import held_out_bits
+
+    if result.outcome.validation is None:
+        console.print(f"Training loss {result.outcome.loss:.3f} (token frequencies alone {result.unigram:.3f})")
+        return
+    table = Table("predicted by", "bits per byte", title="Held-out text", title_justify="left")
+    table.columns[1].justify = "right"
+    for name, bits in held_out_bits(result.model, data).items():
+        table.add_row(NAMES.get(name, name), f"{bits:.2f}", style="bold" if name == "this model" else "")
     console.print(table)
 
 

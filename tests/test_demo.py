@@ -1,22 +1,29 @@
 """The demo's own decisions: the vocabulary for a text, and commands that can be typed as they are shown."""
 
 import io
+import lzma
 import math
+import random
 import shlex
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 import plume
 from plume import demo
-from plume.config import DemoConfig, ModelConfig, TokenizerConfig, UserError
+from plume.config import DataConfig, DemoConfig, ModelConfig, TokenizerConfig, UserError
+from plume.data import open_shards, prepare
 from plume.hf import save_model
 from plume.model.heads import Model
-from plume.text import train_tokenizer
+from plume.text import load_tokenizer, train_tokenizer
 from plume.train import budget
+from plume.train.held_out import held_out_bits
 
 
 @pytest.fixture
@@ -57,15 +64,75 @@ def test_commands_are_shown_as_a_shell_wants_them():
     assert shlex.split(commands[0])[:3] == ["plume", "generate", str(folder)]
 
 
-def test_losses_stand_beside_their_perplexities():
-    stream = io.StringIO()
-    result = SimpleNamespace(
-        uniform=math.log(512), unigram=math.log(100), outcome=SimpleNamespace(loss=1.0, validation=math.log(20))
+def test_bits_per_byte_stand_beside_those_of_counts_and_xz(tmp_path):
+    """Each against its definition, written out over the held-out text."""
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "the", "dog", "that", "ate", "its", "bone"]
+    dice = random.Random(1)
+    (tmp_path / "text.txt").write_text(
+        "\n".join(" ".join(dice.choice(words) for _ in range(8)) for _ in range(400)), encoding="utf-8"
     )
-    demo.show_losses(Console(file=stream, width=100), result)
-    rows = [line for line in stream.getvalue().splitlines() if "knows" not in line]
-    for words, number in (("uniform", "512.0"), ("unigram", "100.0"), ("this model", "20.0")):
-        assert any(words in row and number in row for row in rows)
+    data, model = tmp_path / "data", tmp_path / "run" / "model"
+    tokenizer = TokenizerConfig(vocab_size=300)
+    prepare(
+        DataConfig(paths=(str(tmp_path / "text.txt"),), folder=data, tokenizer=tokenizer, validation_fraction=0.1,
+                   documents="line")
+    )  # fmt: skip
+    torch.manual_seed(0)
+    tokens = load_tokenizer(data / "tokenizer")
+    shape = {"vocab_size": tokens.vocab_size, "context": 32, "layers": 1, "heads": 2, "width": 16}
+    save_model(Model(ModelConfig(**shape)), model, tokenizer=tokens)
+    found = held_out_bits(model, data)
+
+    def split(name):
+        (stream,) = open_shards(data, name).streams
+        return stream.read(0, len(stream)).tolist()
+
+    train, held_out = split("train"), split("validation")
+    text = tokens.decode([t for t in held_out if t not in tokens.special_ids.values()]).encode()
+    before = tokens.decode([t for t in train if t not in tokens.special_ids.values()]).encode()
+    size, single = len(text), {t: (train.count(t) + 1) / (len(train) + tokens.vocab_size) for t in set(held_out)}
+    pairs, firsts = Counter(pairwise(train)), Counter(train[:-1])
+    behind = Counter(first for first, _ in pairs)
+
+    def pair(first, then):
+        if not firsts[first]:
+            return single[then]
+        return max(pairs[first, then] - 0.75, 0) / firsts[first] + 0.75 * behind[first] / firsts[first] * single[then]
+
+    assert found["uniform"] == pytest.approx(len(held_out) * math.log2(tokens.vocab_size) / size)
+    assert found["unigram"] == pytest.approx(-sum(math.log2(single[t]) for t in held_out) / size)
+    expected = math.log2(single[held_out[0]]) + sum(math.log2(pair(*both)) for both in pairwise(held_out))
+    assert found["bigram"] == pytest.approx(-expected / size)
+    filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 26}]
+    packed = [len(lzma.compress(part, lzma.FORMAT_RAW, filters=filters)) for part in (before + text, before)]
+    assert found["xz"] == pytest.approx(8 * (packed[0] - packed[1]) / size)
+    assert found["this model"] == pytest.approx(windows_by_transformers(model, tokens, held_out, 32), rel=1e-4)
+    stream = io.StringIO()
+    outcome = SimpleNamespace(loss=1.0, validation=1.0)
+    demo.show_losses(Console(file=stream, width=80), SimpleNamespace(outcome=outcome, model=model), data)
+    for words, number in (("bigram", found["bigram"]), ("xz", found["xz"]), ("this model", found["this model"])):
+        assert any(words in row and f"{number:.2f}" in row for row in stream.getvalue().splitlines())
+
+
+def windows_by_transformers(folder, tokenizer, ids, context):
+    """Whole windows one after the other; a separator is predicted too but has no bytes."""
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    bits = size = 0
+    for start in range(0, len(ids) - context, context):
+        window = torch.tensor([ids[start : start + context + 1]])
+        with torch.no_grad():
+            logits = theirs(window[:, :-1]).logits.double().log_softmax(-1)
+        bits -= float(logits.gather(-1, window[:, 1:, None]).sum()) / math.log(2)
+        targets = [t for t in window[0, 1:].tolist() if t not in tokenizer.special_ids.values()]
+        size += len(tokenizer.decode_bytes(targets))
+    return bits / size
+
+
+def test_without_held_out_text_the_training_loss_is_shown(tmp_path):
+    stream = io.StringIO()
+    result = SimpleNamespace(unigram=4.0, outcome=SimpleNamespace(loss=1.234, validation=None))
+    demo.show_losses(Console(file=stream, width=80), result, tmp_path)
+    assert "1.234" in stream.getvalue() and "4.000" in stream.getvalue()
 
 
 def test_samples_are_shown_and_kept(tmp_path):
