@@ -5,9 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 EXPECTED_SKIPS = ("needs the real data folder", "needs a GPU")  # any other skip fails a run with CI=true
+
+# no example fails because a machine is slow, and fixtures that every example of a test shares are meant so
+settings.register_profile(
+    "plume", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
+settings.load_profile("plume")
 
 
 @pytest.fixture

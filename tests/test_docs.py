@@ -60,7 +60,7 @@ def folder(tmp_path: Path, demo: Path) -> Path:
 
 
 def run_in_shell(command: str, folder: Path) -> None:
-    subprocess.run(["bash", "-c", command], cwd=folder, env=environment(), check=True, timeout=400)
+    subprocess.run(["bash", "-c", command], cwd=folder, env=environment(), check=True)
 
 
 def environment() -> dict[str, str]:
@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
 
 def run(block: str, language: str, folder: Path) -> None:
     if language == "python":
-        subprocess.run([sys.executable, "-c", block], cwd=folder, env=environment(), check=True, timeout=400)
+        subprocess.run([sys.executable, "-c", block], cwd=folder, env=environment(), check=True)
         return
     for line in block.replace("\\\n", " ").splitlines():
         command = line.split("  #")[0].strip()
@@ -103,13 +103,13 @@ def serve(command: str, folder: Path) -> None:
                 said += line
             it.send_signal(signal.SIGTERM)
             it.stderr.read()
-            assert it.wait(timeout=60) == 0
+            assert it.wait() == 0
         finally:
             it.kill()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p.name not in ONE_SESSION and p not in TUTORIALS], ids=lambda page: page.name
 )
@@ -119,7 +119,7 @@ def test_every_command_of_a_page_works(page, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.name)
 def test_a_tutorial_prints_what_it_says(page, folder):
     """Block by block in one folder; a block of text has the output of the block before, `...` for what varies;
@@ -132,7 +132,7 @@ def test_a_tutorial_prints_what_it_says(page, folder):
             continue
         command = [sys.executable, "-c", block] if language == "python" else ["bash", "-ec", without_demo(block)]
         both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        done = subprocess.run(command, cwd=folder, env=environment(), **both, text=True, timeout=400)
+        done = subprocess.run(command, cwd=folder, env=environment(), **both, text=True)
         output = done.stdout
         assert done.returncode == 0, f"{block}\n{output}"
 

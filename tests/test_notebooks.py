@@ -11,7 +11,7 @@ NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "docs" / "notebooks").
 RUN = """
 import sys, nbclient, nbformat
 notebook = nbformat.read(sys.argv[1], 4)
-nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": "."}}).execute()
+nbclient.NotebookClient(notebook, timeout=None, startup_timeout=900, resources={"metadata": {"path": "."}}).execute()
 nbformat.write(notebook, "done.ipynb")
 """
 
@@ -25,9 +25,7 @@ def test_notebooks_are_kept_without_output(notebook):
 @pytest.mark.slow
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda file: file.stem)
 def test_a_notebook_runs(notebook, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(notebook)], cwd=tmp_path, capture_output=True, text=True, timeout=280
-    )
+    done = subprocess.run([sys.executable, "-c", RUN, str(notebook)], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     cells = json.loads((tmp_path / "done.ipynb").read_text(encoding="utf-8"))["cells"]
     assert sum(bool(cell.get("outputs")) for cell in cells) >= 4  # results show themselves

@@ -14,7 +14,7 @@ from tour import BROWSERS, VIEWS  # noqa: E402
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(5400)
 def test_the_whole_way_through_the_house(tmp_path):
     if not any(map(shutil.which, BROWSERS)):
         pytest.skip("needs Chromium; Debian's package chromium would do")

@@ -31,9 +31,10 @@ from plume.evaluate import evaluate
 from plume.evaluate.size_sweep import run_sweep
 from plume.train.finetune import SeedStage, finetune
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]  # Ray's own warnings
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(2400)]  # Ray's own warnings
 PREPARE = sys.modules["plume.data.prepare"]  # the package has a function of this name
 LOOPBACK = "127.0.0.1"
+HEALTH = {"health_check_period_ms": 1000, "health_check_timeout_ms": 300_000}  # a busy node is not a lost one
 TRAIN = {"steps": 6, "batch": 4, "log_every": 2, "checkpoint_every": 2, "precision": "float32", "device": "cpu"}
 
 
@@ -45,7 +46,7 @@ def cluster() -> Iterator[Any]:
 
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # its workers cannot import a test
     small = {"num_cpus": 1, "object_store_memory": 80 << 20, "node_ip_address": LOOPBACK}
-    head = {**small, "include_dashboard": False, "_system_config": {"health_check_period_ms": 1000}}
+    head = {**small, "include_dashboard": False, "_system_config": HEALTH}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ray._private.services.resolve_ip_for_localhost", lambda host: host)
         patch.setattr("ray._private.utils.write_ray_address", lambda *given: None)  # no other test joins it
@@ -174,7 +175,10 @@ def test_a_lost_node_has_its_pieces_repeated(
         def __call__(self, task: Any) -> Any:
             if ray.get_runtime_context().get_node_id() == second:
                 begun.touch()
-                time.sleep(200)
+                while True:
+                    time.sleep(1)
+            while not begun.exists():  # the first node leaves it one
+                time.sleep(0.1)
             return super().__call__(task)
 
     def lose_node() -> None:

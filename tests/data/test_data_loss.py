@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory import begin_peak, kilobytes
 
@@ -95,7 +95,7 @@ def test_a_long_line_is_cut_into_parts_that_workers_share(tmp_path, sentences):
     assert min(lengths[:-1]) > 500_000
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(st.data())
 def test_documents_put_together_are_the_text(tmp_path_factory, monkeypatch, data):
     """Whatever the encoding, the line structure, the size of parts and how far a good place is searched for."""
@@ -123,7 +123,7 @@ def test_documents_put_together_are_the_text(tmp_path_factory, monkeypatch, data
     assert tally.read == tally.text + tally.bytes.total() and not tally.markup
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(st.data())
 def test_lines_and_paragraphs_are_the_same_however_they_are_cut(tmp_path_factory, monkeypatch, data):
     unit = data.draw(st.sampled_from(["line", "paragraph"]))

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,36 +105,41 @@ def test_any_number_of_workers_gives_the_same_shards(tmp_path, whole, workers):
     assert contents(tmp_path / "out") == contents(whole.folder)
 
 
-def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, whole):
-    folder = tmp_path / "out"
-    script = f"""
+PREPARE = """
+import sys
 from pathlib import Path
 from plume.config import *
 from plume.data import finalize, prepare
 finalize.SHARD_BYTES = 1 << 18
-prepare(DataConfig(paths={whole.paths!r}, folder=Path({str(folder)!r}), shard_mb=1, workers=2,
-    tokenizer=TokenizerConfig(folder=Path({str(whole.tokenizer.folder)!r}))))
+source, folder, tokenizer, shard_mb = sys.argv[1:5]
+config = DataConfig(paths=(source,), folder=Path(folder), shard_mb=int(shard_mb), workers=2,
+    tokenizer=TokenizerConfig(folder=Path(tokenizer)))
 """
-    kills = 0
-    for delay in (0.2, 0.6, 0.0, 0.3):
-        run = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
-        while run.poll() is None and not [*folder.glob(".work*/plan.json")]:
-            time.sleep(0.02)
-        time.sleep(delay)
-        children = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
-        for process in (run.pid, *(c.pid for c in children)):
-            try:
-                os.kill(process, signal.SIGKILL)
-                kills += process == run.pid
-            except ProcessLookupError:
-                pass
-        run.wait()
-        if (folder / "data.json").is_file():
-            break
+KILLED = """
+import psutil
+from plume.data import pool
+plain = pool.results_of
+
+def dying(stage, *given):
+    for number, result in enumerate(plain(stage, *given)):
+        if [stage.__name__, str(number)] == sys.argv[5:]:  # its workers do the next pieces meanwhile
+            for process in (*psutil.Process().children(recursive=True), psutil.Process()):
+                process.kill()
+        yield result
+
+pool.results_of = dying
+"""
+
+
+def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, whole):
+    folder = tmp_path / "out"
+    script, words = f"{PREPARE}{KILLED}prepare(config)", [*whole.paths, folder, whole.tokenizer.folder, "1"]
+    for stage, number in (("ShardMaker", "0"), ("ShardMaker", "1"), ("Splitter", "0"), ("Splitter", "2")):
+        killed = subprocess.run([sys.executable, "-c", script, *map(str, words), stage, number], check=False)
+        assert killed.returncode == -signal.SIGKILL
         with pytest.raises(UserError, match="holds unfinished data; run the same prepare again"):
             open_shards(folder)
-    assert kills > 0
-    subprocess.run([sys.executable, "-c", script], check=True)
+    subprocess.run([sys.executable, "-c", script, *map(str, words)], check=True)
     assert contents(folder) == contents(whole.folder)
     assert not [*folder.glob(".work*")]
     assert not [p for p in folder.rglob(".*") if p.is_file() and p.name != ".lock"]
@@ -427,37 +431,35 @@ def test_the_command_line(tmp_path):
     assert "did you mean clean.duplicates?" in run.stderr and "validation_fraction=2.0 must be" in run.stderr
 
 
-def tree_peak(script: str) -> float:
-    """Most memory, in MB, that a script and its children held together."""
-    run, most = psutil.Popen([sys.executable, "-c", script]), 0
-    while run.poll() is None:
-        try:
-            family = [run, *run.children(recursive=True)]
-            most = max(most, sum(p.memory_info().rss for p in family))
-        except psutil.Error:
-            pass
-        time.sleep(0.02)
-    assert run.returncode == 0
-    return most / 1e6
+REPORT_PEAK = f"""
+import atexit, os, sys
+from pathlib import Path
+sys.path.append({str(Path(__file__).parents[1])!r})
+
+def report():
+    from memory import kilobytes
+    Path(os.environ["PEAKS"], str(os.getpid())).write_text(str(kilobytes()))
+
+atexit.register(report)
+"""
 
 
 @pytest.mark.slow
-def test_memory_stays_flat(tmp_path, tokenizer):
+def test_memory_stays_flat(tmp_path, tokenizer, monkeypatch):
+    """The most that any process of a run has held, which each says at its end."""
+    (tmp_path / "sitecustomize.py").write_text(REPORT_PEAK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     peaks = []
     for megabytes in (10, 60):
-        path, folder = tmp_path / f"{megabytes}.jsonl", tmp_path / f"out{megabytes}"
+        path, folder = tmp_path / f"{megabytes}.jsonl", tmp_path / f"peaks{megabytes}"
         write_rows(path, megabytes)
-        peaks.append(
-            tree_peak(f"""
-from pathlib import Path
-from plume.config import *
-from plume.data import finalize, prepare
-finalize.SHARD_BYTES = 1 << 18
-prepare(DataConfig(paths=({str(path)!r},), folder=Path({str(folder)!r}), shard_mb=4, workers=2,
-    tokenizer=TokenizerConfig(folder=Path({str(tokenizer.folder)!r}))))
-""")
-        )
-    assert peaks[1] < 1.15 * peaks[0] + 10
+        folder.mkdir()
+        monkeypatch.setenv("PEAKS", str(folder))
+        words = map(str, (path, tmp_path / f"out{megabytes}", tokenizer.folder, 4))
+        subprocess.run([sys.executable, "-c", f"{PREPARE}prepare(config)", *words], check=True)
+        assert len([*folder.iterdir()]) >= 3
+        peaks.append(max(int(file.read_text()) for file in folder.iterdir()))
+    assert 1024 * (peaks[1] - peaks[0]) < 25e6, peaks
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def parts_of(path, read, size):
     return parts, documents
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.text(st.characters(exclude_characters="\0"), max_size=40), min_size=1, max_size=40),
     st.integers(1, 300),
@@ -188,7 +188,7 @@ def test_a_jsonl_file_cut_anywhere_gives_every_row_once(tmp_path_factory, texts,
     assert [d.text for d in documents] == broken
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(st.sampled_from("ab é€\n\r."), min_size=1, max_size=600), st.integers(1, 200))
 def test_a_text_cut_anywhere_is_whole_again(tmp_path_factory, text, size):
     path = tmp_path_factory.mktemp("cut") / "a.txt"
@@ -202,7 +202,7 @@ def test_a_text_cut_anywhere_is_whole_again(tmp_path_factory, text, size):
     assert [d.continues for d in documents] == [n > 0 for n in range(len(documents))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.text(st.sampled_from("ab .é"), min_size=1).filter(str.strip), min_size=1, max_size=20),
     st.integers(1, 99),

@@ -9,7 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,40 +75,44 @@ def test_published_numbers_stand_beside_a_model_of_known_name(random_folder, mad
     assert not published(str(random_folder), "lambada")
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.3])
-def test_a_killed_run_goes_on_without_scoring_anything_twice(trained_folder, tmp_path, seconds):
+KILLED = """
+import os, signal, sys, torch
+from plume.cli.main import main
+from plume.evaluate.subject import ScoreStore
+
+torch.set_num_threads(1)
+plain, end = ScoreStore.put, int(sys.argv[1])
+
+def put(store, *given):
+    plain(store, *given)
+    if store.file.execute("SELECT count(*) FROM scores").fetchone()[0] == end:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ScoreStore.put = put
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("before", [1, 3000])
+def test_a_killed_run_goes_on_without_scoring_anything_twice(trained_folder, tmp_path, before):
     """A real process, killed in the middle; what it had stored is reused, the rest is scored once."""
     rows = [{"context": story(n, 2), "choices": [f"{w} {n}" for w in ("milk", "hay", "bones")], "answer": 0}
             for n in range(1500)]  # fmt: skip
     file, out = write_rows(tmp_path / "mine.jsonl", rows), tmp_path / "out"
     words = ["evaluate", str(trained_folder), "--tasks", str(file), "--out", str(out), "--plots", "false"]
-    code = f"import torch; torch.set_num_threads(1); from plume.cli.main import main; main({words!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    store = out / "scores.sqlite"
-    deadline = time.monotonic() + 240
-    while stored(store) < 50:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    time.sleep(seconds)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    before = stored(store)
-    assert 50 <= before < 4500 and not (out / "report.md").exists()
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(before), *words], check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert stored(out / "scores.sqlite") == before and not (out / "report.md").exists()
     result = run(trained_folder, out, str(file), plots=False)["mine"].first
     assert result.reused == before and result.scored == 4500 - before
-    assert stored(store) == 4500
+    assert stored(out / "scores.sqlite") == 4500
     fresh = evaluate(EvaluateConfig(model=str(trained_folder), tasks=(str(file),)))["mine"].first
     assert fresh.metrics == result.metrics and fresh.reused == 0
 
 
 def stored(path) -> int:
-    if not path.exists():
-        return 0
-    try:
-        with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as file:
-            return file.execute("SELECT count(*) FROM scores").fetchone()[0]
-    except sqlite3.OperationalError:  # not made yet
-        return 0
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as file:
+        return file.execute("SELECT count(*) FROM scores").fetchone()[0]
 
 
 # ---- comparing ---------------------------------------------------------------------------------------------------
@@ -295,19 +299,31 @@ def sweep_recipe(folder: Path, name: str, steps: int, sizes: str) -> Path:
     return recipe
 
 
+KILLED_SWEEP = """
+import os, signal, sys, torch
+from plume.cli.main import main
+from plume.train.loop import Trainer
+
+torch.set_num_threads(1)
+plain = Trainer.update
+
+def update(trainer):
+    if trainer.folder.name == "2x32" and trainer.step == 25:
+        os.kill(os.getpid(), signal.SIGKILL)
+    plain(trainer)
+
+Trainer.update = update
+main(["sweep", sys.argv[1]])
+"""
+
+
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
     """A real process, killed while it trains the second size; the losses are those of a sweep that was left alone."""
     sizes = '["1x16", "2x32", "2x48"]'
-    assert main(["sweep", str(sweep_recipe(tmp_path, "whole", 120, sizes))]) == 0
-    recipe, second = sweep_recipe(tmp_path, "killed", 120, sizes), tmp_path / "killed" / "2x32"
-    code = f"import torch; torch.set_num_threads(1); from plume.cli.main import main; main(['sweep', {str(recipe)!r}])"
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while len(list((second / "checkpoints").glob("[!.]*"))) < 1:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    assert main(["sweep", str(sweep_recipe(tmp_path, "whole", 40, sizes))]) == 0
+    recipe = sweep_recipe(tmp_path, "killed", 40, sizes)
+    killed = subprocess.run([sys.executable, "-c", KILLED_SWEEP, str(recipe)], check=False, capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     weights = tmp_path / "killed" / "1x16" / "model" / "model.safetensors"
     written = weights.stat().st_mtime_ns
     assert not (tmp_path / "killed" / "2x48").exists() and not (tmp_path / "killed" / "report.json").exists()

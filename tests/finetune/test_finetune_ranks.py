@@ -1,11 +1,10 @@
 """Fine-tuning and distillation as real processes under torchrun, where layers rest and weights are shared."""
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
+from launched import launched
 from tiny import TEXTS, random_base
 
 from plume.hf import load_model
@@ -15,12 +14,7 @@ pytestmark = pytest.mark.slow
 
 def two_ranks(folder, *words):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "plume"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    done = subprocess.run(
-        [*launch, *words], cwd=folder, capture_output=True, text=True, timeout=280, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return launched([*launch, *words], folder).stdout
 
 
 def test_layers_that_rest_and_a_last_batch_of_one_row(tmp_path):

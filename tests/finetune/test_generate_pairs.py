@@ -169,7 +169,7 @@ def test_a_fine_tuned_gpt_writes_through_every_call(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize(
     ("preset", "what", "width", "run"),
     [

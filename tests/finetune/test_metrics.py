@@ -15,7 +15,7 @@ from plume.tasks import metrics
 TAGS = ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(2, 4), st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=60))
 def test_labels_equal_scikit_learn(count, pairs):
     right, given_ = [a % count for a, _ in pairs], [b % count for _, b in pairs]
@@ -48,7 +48,6 @@ def test_numbers_equal_scipy():
     assert found["mse"] == pytest.approx(sklearn.metrics.mean_squared_error(right, given_))
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.tuples(st.sampled_from(TAGS), st.sampled_from(TAGS)), min_size=1, max_size=8), min_size=1))
 def test_entities_equal_seqeval(sentences):
     from seqeval.metrics import f1_score, precision_score, recall_score
@@ -66,7 +65,6 @@ def test_entities_equal_seqeval(sentences):
         assert found["recall"] == pytest.approx(recall_score(right, given_))
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["O", "B-X", "I-X", "E-X", "S-X", "I-Y", "Z"]), max_size=8))
 def test_entities_of_other_schemes_are_seqevals(tags):
     from seqeval.metrics.sequence_labeling import get_entities

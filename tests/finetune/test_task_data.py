@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from plume.config import TaskConfig, UserError
@@ -267,7 +267,6 @@ def test_unequal_aligned_files(tmp_path):
         load_task(TaskConfig(train=str(tmp_path / "a.en"), targets=str(tmp_path / "a.de")))
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from("abcdefghij"), min_size=12, max_size=60))
 def test_the_split_is_fixed_and_copies_stay_together(letters):
     examples = [Example({"text": letter}, "yes" if letter < "e" else "no", "") for letter in letters]
@@ -282,7 +281,6 @@ def test_the_split_is_fixed_and_copies_stay_together(letters):
 # ---- transformations ---------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 60))
 def test_the_longest_text_is_cut_first(lengths, limit):
     """One token after the other is taken from the longest, as one would do by hand."""

@@ -6,18 +6,19 @@ import random
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from waiting import wait_until
 
 from plume.config import EngineConfig, ModelConfig, UserError
 from plume.hf import read_tensors, save_model
 from plume.inference import engine_factory
-from plume.inference.cpu import forward
+from plume.inference.cpu import cpu_engine, forward
 from plume.inference.cpu.cpu_engine import CpuEngine
 from plume.inference.cpu.pack import (
     cache_paths,
@@ -378,8 +379,9 @@ def test_threads_follow_the_environment(random_model, monkeypatch):
         engine.close()
 
 
-def test_engines_take_turns(random_model):
+def test_engines_take_turns(random_model, monkeypatch):
     """Two models in two threads: each computes what it computes alone, and one that waits keeps no core awake."""
+    monkeypatch.setattr(cpu_engine, "PATIENCE", 1 << 60)  # a helper that is not sent to sleep never does
     models = [random_model(), random_model(layers=1, activation="relu")]
     tokens = list(range(5, 45))
     engines = [CpuEngine(pack(model, "float32"), threads=2) for model in models]
@@ -397,12 +399,8 @@ def test_engines_take_turns(random_model):
     for one, other in zip(alone, together, strict=True):
         np.testing.assert_array_equal(one, other)
     run(engines[0])
-    run(engines[1])  # the first one's helper sleeps before its patience ends
-    for _ in range(400):
-        if engines[0]._sleeping == 1:
-            break
-        time.sleep(0.01)
-    assert engines[0]._sleeping == 1
+    run(engines[1])
+    wait_until(lambda: engines[0]._sleeping == 1)
     for engine in engines:
         engine.close()
 
@@ -483,19 +481,19 @@ print(json.dumps(found))
     assert found["int4"] < 0.6
 
 
-def test_an_engine_opens_while_another_process_compiles():
+def test_an_engine_opens_while_another_process_compiles(monkeypatch, tmp_path):
     """What this process has compiled before needs no lock: a server opens checkpoints beside one that starts."""
-    pytest.importorskip("numba")
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
     from plume.inference.cpu import lanes
 
-    with lanes.announced_compilation("a test"):
-        pass
-    lock = lanes.compile_lock()
-    assert lock is not None
-    with FileLock(lock.lock_file):  # as another process holds it
-        began = time.monotonic()
+    monkeypatch.setattr(lanes, "READY", set())
+    monkeypatch.setattr(lanes, "compile_lock", lambda: FileLock(tmp_path / "lock", timeout=0))
+    monkeypatch.setattr(lanes, "suppress", lambda *kinds: nullcontext())  # which would compile without the lock
+    with lanes.announced_compilation("a test"), pytest.raises(Timeout):
+        FileLock(tmp_path / "lock", timeout=0).acquire()  # held while it compiles
+    with FileLock(tmp_path / "lock"):  # as another process holds it
         with lanes.announced_compilation("a test"):
             pass
-        assert time.monotonic() - began < 5
+        with pytest.raises(Timeout), lanes.announced_compilation("another test"):
+            pass

@@ -140,7 +140,7 @@ def test_openai_rule_keeps_one_token_fewer():
 
 
 @given(arrays(np.float32, st.integers(1, 400), elements=st.floats(-10, 10, width=32)), st.integers(1, 400))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_largest_is_the_head_of_a_full_sort(scores, k):
     full = sorted(range(len(scores)), key=lambda i: (-scores[i], i))
     assert largest(scores, min(k, len(scores))).tolist() == full[: min(k, len(scores))]

@@ -295,7 +295,7 @@ def lab_folder(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_runs_at_a_tiny_budget(name, lab_folder):
     runner.run_experiment(EXPERIMENTS[name], ReproduceConfig(folder=lab_folder, **TINY))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 
@@ -68,7 +68,7 @@ def test_gpt2_same_ids_as_tokenizers_on_real_text(shared: Path) -> None:
     assert [e.ids for e in theirs] == [ids.tolist() for ids in tokenizer.encode_batch(texts)]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(text=TEXTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_ids_as_tokenizers(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
@@ -77,7 +77,7 @@ def test_same_ids_as_tokenizers(tokenizers: dict[str, Tokenizer], kind: str, tex
     assert tokenizer.encode(text, allow_special=True) == theirs
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(text=TEXTS)
 @pytest.mark.parametrize("kind", ["byte-bpe", "bytes"])
 def test_any_text_comes_back(tokenizers: dict[str, Tokenizer], kind: str, text: str) -> None:
@@ -90,7 +90,7 @@ def test_any_text_comes_back(tokenizers: dict[str, Tokenizer], kind: str, text: 
     assert all(piece.bytes.decode(errors="ignore") in text[piece.start : piece.end] for piece in pieces)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_streaming_gives_the_decoded_text(tokenizers: dict[str, Tokenizer], kind: str, data: st.DataObject) -> None:
@@ -133,7 +133,7 @@ def remembering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoders, "mostly_ascii", lambda text: True)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(texts=st.lists(TEXTS, max_size=6))
 @pytest.mark.parametrize("kind", REMEMBERED)
 def test_remembered_chunks_have_the_ids_of_tokenizers(
@@ -168,7 +168,7 @@ def test_other_scripts_go_past_the_memory(tokenizers: dict[str, Tokenizer], monk
     assert int(tokenizer._engine.cache.table.used[0]) == len(["plain", "words", " with", " an", " é"])
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(text=TEXTS, size=st.integers(1, 20))
 def test_cutting_long_texts_changes_no_id(tokenizers: dict[str, Tokenizer], text: str, size: int) -> None:
     tokenizer = tokenizers["byte-bpe"]

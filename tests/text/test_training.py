@@ -44,7 +44,7 @@ def test_the_same_vocabulary_as_tokenizers_learns(vocab_size: int) -> None:
     assert ours.definition.tokens[-1] == "<|endoftext|>" and ours.vocab_size == vocab_size
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.text("ab c", max_size=30), min_size=1, max_size=5), st.integers(258, 300))
 def test_the_same_merges_as_tokenizers_on_repetitive_text(texts: list[str], vocab_size: int) -> None:
     if not "".join(texts):

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,10 +165,11 @@ def test_a_checkpoint_in_the_background_keeps_the_step_it_was_taken_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk is slow: training goes on meanwhile, and what is written is the step of the call."""
-    plain = write_rank_file
+    plain, disk = write_rank_file, threading.Event()
 
     def slow(*given: object) -> object:
-        time.sleep(0.3)
+        if threading.current_thread() is not threading.main_thread():
+            disk.wait()
         return plain(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr("plume.train.checkpoint.write_rank_file", slow)
@@ -180,6 +180,7 @@ def test_a_checkpoint_in_the_background_keeps_the_step_it_was_taken_at(
     trainer.save()
     assert trainer.checkpoints.steps() == []
     trainer.update()
+    disk.set()
     trainer.checkpoints.commit()
     stored = load_file(tmp_path / "checkpoints" / "step-00000004" / "rank-00000.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in kept.items())
@@ -258,12 +259,12 @@ def test_a_damaged_checkpoint_is_not_opened(run: Path) -> None:
 # ---- one process at a time ---------------------------------------------------------------------------------------
 
 HOLD = """
-import sys, time
+import sys
 from pathlib import Path
 from plume.util.run_folder import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(60)
+    sys.stdin.read()  # until it is killed
 """
 
 
@@ -272,7 +273,8 @@ def test_a_run_in_use_is_neither_resumed_nor_replaced(tmp_path: Path, how: str) 
     config = small("gpt2-char", tmp_path, **{"train.steps": "2"})
     pretrain(config)
     before = (config.folder / "metrics.jsonl").read_bytes()
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(config.folder)], stdout=subprocess.PIPE, text=True) as child:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(config.folder)], **pipes, text=True) as child:
         try:
             assert child.stdout is not None and child.stdout.readline() == "held\n"
             with pytest.raises(UserError, match=rf"run is in use by process {child.pid} on .*wait until it ends"):

@@ -9,12 +9,14 @@ from plume.cli.main import main
 from plume.train import doctor
 from plume.train.distribute import CPU, Ranks
 from plume.train.doctor import NUMBERS, Health, diagnose, show_diagnosis, time_all_reduce
+from plume.util import devices
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """Speeds of a machine that gains nothing from fewer digits."""
-    monkeypatch.setattr(doctor, "matmul_speed", lambda device, dtype: 2e9)
+    for module in (doctor, devices):
+        monkeypatch.setattr(module, "matmul_speed", lambda device, dtype: 2e9)
 
 
 def health(rank: int, speed: float) -> Health:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def newest(folder: Path) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300 * KILLS // 20)
+@pytest.mark.timeout(120 * KILLS)
 def test_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path, nursery: subprocess.Popen[str]) -> None:
     start(nursery, "pretrain recipe.toml --folder whole")
     assert next_number(nursery).strip() == "0", (tmp_path / "log").read_text()[-2000:]
@@ -113,15 +114,15 @@ def test_killed_again_and_again_ends_with_the_same_bits(tmp_path: Path, nursery:
         background = chance.choice(["true", "false"])  # checkpoints of either kind continue each other
         child = start(nursery, f"pretrain recipe.toml --folder cut --resume --train.async-checkpoints {background}")
         goal = newest(tmp_path / "cut") + chance.choice([0, 0, 10, 20])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 30  # then it is killed where it is
         while newest(tmp_path / "cut") < goal and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(chance.random() * 0.05)  # at any moment: also while a checkpoint is being written
         os.kill(child, signal.SIGKILL)
         if next_number(nursery).strip() == "0":
-            break  # it had finished before the blow
-        kills += 1
-    assert kills == KILLS, f"the run ended after {kills} kills: it needs more steps"
+            shutil.rmtree(tmp_path / "cut")  # it had finished before the blow: another one is killed
+        else:
+            kills += 1
     start(nursery, "pretrain recipe.toml --folder cut --resume")
     assert next_number(nursery).strip() == "0", (tmp_path / "log").read_text()[-2000:]
     whole, cut = (last_tensors(tmp_path / name) for name in ("whole", "cut"))
