@@ -105,6 +105,16 @@ def test_parquet_and_jsonl_and_tsv_say_the_same(tmp_path):
         assert [e.fields for e in data.train] == [e.fields for e in read[0].train]
 
 
+@pytest.mark.parametrize("names", [("document", "summary"), ("article", "highlights"), ("source", "target")])
+def test_a_text_and_its_summary_are_a_task_of_generation(tmp_path, names):
+    rows = [f"a long report on the ships of year {n},ships of {n}" for n in range(30)]
+    (tmp_path / "a.csv").write_text("\n".join([",".join(names), *rows]) + "\n")
+    data = load_task(TaskConfig(train=str(tmp_path / "a.csv")))
+    assert data.kind == "generate"
+    found = [(e.fields["source"], e.label) for e in (*data.train, *data.validation)]
+    assert sorted(found) == sorted(tuple(row.split(",")) for row in rows)
+
+
 def test_numbers_are_told_from_labels(tmp_path):
     path = rows(tmp_path / "a.csv", "text,score", *[f"text {n},{n / 4}" for n in range(20)])
     data = load_task(TaskConfig(train=path))

@@ -62,6 +62,18 @@ def test_the_speed_is_that_of_training_alone(tmp_path):
     assert [row.get("tokens_per_second") for row in read_metrics(tmp_path)] == [None, 100.0]
 
 
+@pytest.mark.parametrize(("tokens", "shown"), [(600, True), (1600, False)])
+def test_more_than_the_peak_is_not_shown(tmp_path, capsys, tokens, shown):
+    """A peak that was measured while the machine was busy: 60 tokens of 1 operation per second are 60 % of 100."""
+    log = TrainingLog(tmp_path, TrainConfig(steps=100, batch=BATCH), Ranks(), ["tokens"])
+    log.measure_against(1.0, 100.0)
+    for step in (0, 1):
+        log.log(step=step, loss=1.0, parts=[1.0], rate=1.0, tokens=step * tokens, seconds=10.0 * step)
+    said = capsys.readouterr().err
+    assert ("60% of peak" in said) == ("of peak" in said) == shown
+    assert read_metrics(tmp_path)[-1]["fraction_of_peak"] == tokens / 1000
+
+
 RUNS = [  # tokens, loss, unigram entropy of runs in docs/experiments.md
     (757_760, 3.596, 5.964),
     (552_960, 4.27, 5.945),
