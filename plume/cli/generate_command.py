@@ -25,6 +25,7 @@ from plume.text import load_tokenizer
 from plume.util.console import shown
 from plume.util.files import write_text
 
+STANDARD_INPUT = Path("-")
 HELP = """/set NAME VALUE   change an option, e.g. /set temperature 0.8
 /options          show the options that differ from the defaults
 /next [TEXT]      the ten most likely next tokens of TEXT, or of the conversation so far
@@ -91,11 +92,12 @@ def _show_all(results: list[Generation], out: TextIO) -> str:
 def read_prompts(path: Path) -> Iterator[str | None]:
     """One prompt per line, where a blank line stands for the start token; or the "prompt" of each line of JSON."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # other ends of lines may stand inside a prompt
+        text = _standard_input() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}; iconv can turn it into that") from None
+    lines = text.split("\n")  # other ends of lines may stand inside a prompt
     for number, line in enumerate(lines[:-1] if lines[-1] == "" else lines, start=1):
         if path.suffix != ".jsonl":
             yield line if line.strip() else None

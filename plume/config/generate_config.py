@@ -127,7 +127,7 @@ class GenerateConfig:
 
     model: str = field(metadata=about(MODEL))
     prompt: str | None = option(None, "prompt; unset: standard input as one prompt, or a conversation")
-    prompts: Path | None = option(None, 'file with a prompt per line, or .jsonl with "prompt" in each line')
+    prompts: Path | None = option(None, 'file with a prompt per line (-: stdin), or .jsonl with "prompt" in each line')
     out: Path | None = option(None, "write the answers to `prompts` to this .jsonl; unset: standard output")
     unconditional: bool = option(False, "sample from the start token")
     sampling: SamplingConfig = option(SamplingConfig(), "sampling and stopping")

@@ -116,25 +116,35 @@ config = DataConfig(paths=(source,), folder=Path(folder), shard_mb=int(shard_mb)
     tokenizer=TokenizerConfig(folder=Path(tokenizer)))
 """
 KILLED = """
+from dataclasses import replace
 import psutil
 from plume.data import pool
-plain = pool.results_of
+from plume.data.stages import ShardMaker
+results_of, write_keys = pool.results_of, ShardMaker.write_keys
 
-def dying(stage, *given):
-    for number, result in enumerate(plain(stage, *given)):
-        if [stage.__name__, str(number)] == sys.argv[5:]:  # its workers do the next pieces meanwhile
-            for process in (*psutil.Process().children(recursive=True), psutil.Process()):
-                process.kill()
+def die_at(*place):
+    if list(place) == sys.argv[5:]:
+        for process in (*psutil.Process().children(recursive=True), psutil.Process()):
+            process.kill()
+
+def between_pieces(stage, *given):
+    for number, result in enumerate(results_of(stage, *given)):
+        die_at(stage.__name__, str(number))  # its workers do the next pieces meanwhile
         yield result
 
-pool.results_of = dying
+def within_a_piece(maker, name, *given):
+    die_at("piece", name)
+    write_keys(maker, name, *given)
+
+pool.results_of, ShardMaker.write_keys = between_pieces, within_a_piece
+config = replace(config, workers=1 if "piece" in sys.argv else 2)
 """
 
 
 def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, whole):
     folder = tmp_path / "out"
     script, words = f"{PREPARE}{KILLED}prepare(config)", [*whole.paths, folder, whole.tokenizer.folder, "1"]
-    for stage, number in (("ShardMaker", "0"), ("ShardMaker", "1"), ("Splitter", "0"), ("Splitter", "2")):
+    for stage, number in (("piece", "00001"), ("ShardMaker", "0"), ("Splitter", "0"), ("Splitter", "2")):
         killed = subprocess.run([sys.executable, "-c", script, *map(str, words), stage, number], check=False)
         assert killed.returncode == -signal.SIGKILL
         with pytest.raises(UserError, match="holds unfinished data; run the same prepare again"):

@@ -55,6 +55,19 @@ def test_a_file_of_prompts(trained_folder, tmp_path, suffix, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.jsonl", path.name]
 
 
+def test_standard_input_is_one_prompt_or_one_per_line(trained_folder, monkeypatch, capsys):
+    options = ["--seed", "1", "--max-new-tokens", "5", "--threads", "2"]
+    for words, prompts in (([], ["def a(\nimport"]), (["--prompts", "-"], ["def a(", "import"])):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"def a(\nimport")))
+        assert main(["generate", str(trained_folder), *words, *options]) == 0
+        said = capsys.readouterr().out
+        if words:
+            assert [json.loads(line)["prompt"] for line in said.splitlines()] == prompts
+        else:
+            assert main(["generate", str(trained_folder), prompts[0], *options]) == 0
+            assert capsys.readouterr().out == said
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
