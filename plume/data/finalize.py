@@ -1,4 +1,4 @@
-"""The last stage of prepare: drop duplicates, split, add separators, write large shards in parts, publish the folder."""
+"""The last stage of prepare: drop duplicates, split, add separators, write shards in parts, publish the folder."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
@@ -34,6 +35,7 @@ from plume.data.shards import (
 )
 from plume.data.sources import WorkUnit
 from plume.text import Tokenizer
+from plume.util.devices import cores
 from plume.util.files import remove, room_on_disk, stream_aside, write_json
 
 FEW_DOCUMENTS = 1000  # below this a split by hash would be too uneven
@@ -89,7 +91,7 @@ def read_entries(work: Path, place: Place, dropped: Mask, dtype: str) -> Entries
 
 
 class Splitter:
-    """Writes a part of a shard: the tokens from `low` to `high` at their place in the file, whole chunks with hashes."""
+    """Writes a part of a shard, the tokens from `low` to `high`, at its place in the file, and hashes its chunks."""
 
     def __init__(
         self, work: Path, entries: int, dtype: str, sides: int, separator: int | None, validation: float, by_hash: bool
@@ -116,7 +118,7 @@ class Splitter:
         starts_file = self.work / f"{task['name']}-{task['low']}.npy"
         np.save(starts_file, np.concatenate(starts))
         sums = np.array([zlib.crc32(data[low : low + CHUNK]) for low in range(0, len(data), CHUNK)], "<u4").tobytes()
-        return {"size": task["size"], "name": task["name"], "low": task["low"], "starts": str(starts_file), "sums": sums}
+        return {key: task[key] for key in ("size", "name", "low")} | {"starts": str(starts_file), "sums": sums}
 
     def stretch(self, place: Place, first: int, task: Task) -> tuple[memoryview, Ids]:
         """(what a piece adds to a part, with separators; where documents begin); `first` is the piece's first token."""
@@ -355,4 +357,6 @@ def discard(work: Path) -> None:
     with suppress(FileNotFoundError):
         work.rename(doomed)
     for old in work.parent.glob(f"{TRASH}*"):
+        with suppress(OSError), ThreadPoolExecutor(cores()) as pool:  # one thread takes a second per gigabyte
+            list(pool.map(remove, old.iterdir()))
         shutil.rmtree(old, ignore_errors=True)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from plume.config import UserError
-from plume.text.definition import BYTE_LETTERS, Definition, Kind, token_bytes
+from plume.text.definition import BYTE_LETTERS, LETTER_BYTES, Definition, Kind
 from plume.text.tokenizer_json import to_json
 from plume.util.devices import cores
 
@@ -43,6 +44,7 @@ LINE_BREAK = re.compile(r"\s*\n\s*")
 MAX_CACHED_WORDS = 1 << 19  # cached words before the cache is cleared
 BLANKS = re.compile(r"[^\S\n]+")
 
+BYTE_TABLE = str.maketrans(LETTER_BYTES)  # from a letter to the character whose code is its byte
 PreTokenizer = Literal["gpt2", "words and marks", "between blanks"]
 PRE_TOKENIZERS: dict[Kind, PreTokenizer] = {"wordpiece": "words and marks", "gpt1-bpe": "between blanks"}
 
@@ -105,7 +107,11 @@ def tiktoken_for(d: Definition) -> tiktoken.Encoding | None:
     if any(encoded.ids != [ids[token]] for encoded, token in zip(alone, products, strict=True)):
         return None
     ranked = sorted(BYTE_LETTERS, key=ids.__getitem__) + products
-    ranks = {token_bytes(token): rank for rank, token in enumerate(ranked)}
+    letters = "".join(ranked)
+    if not set(letters) <= LETTER_BYTES.keys():
+        return None
+    spelled, ends = letters.translate(BYTE_TABLE).encode("latin-1"), [0, *accumulate(map(len, ranked))]
+    ranks = {spelled[a:b]: rank for rank, (a, b) in enumerate(pairwise(ends))}
     return Encoding("plume", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
 
 
@@ -133,9 +139,13 @@ class ByteBpe:
         return [part[0] if len(part) == 1 else np.concatenate(part or [np.empty(0, np.int32)]) for part in parts]
 
     def _encode_job(self, job: list[tuple[int, str]]) -> list[tuple[int, Ids]]:
-        encode, table = self.encoding.encode_ordinary, self.table
-        ranks = [(n, np.array(encode(piece), dtype=np.int32)) for n, piece in job]
-        return ranks if table is None else [(n, table[r]) for n, r in ranks]
+        """Of all pieces in one array: most are a word, and an array of each would take as long as encoding it."""
+        encode = self.encoding.encode_ordinary
+        ranks = [encode(piece) for _, piece in job]
+        edges = [0, *accumulate(map(len, ranks))]
+        ids = np.fromiter(chain.from_iterable(ranks), np.int32, edges[-1])
+        ids = ids if self.table is None else self.table[ids]
+        return [(n, ids[a:b]) for (n, _), (a, b) in zip(job, pairwise(edges), strict=True)]
 
 
 def cut(text: str, size: int) -> Iterator[str]:
