@@ -78,17 +78,16 @@ def kept_workers(config: DataConfig, tasks: int, size: int) -> Iterator[None]:
     workers = worker_count(config, tasks, size)
     # a tokenizer that is given or learned reads its cache with compiled code, which takes half a second to load
     preload = config.tokenizer.folder is not None or config.tokenizer.kind not in ("bytes", "characters")
-    idle = [start_worker(preload=preload) for _ in range(workers if workers > 1 else 0)]
+    idle = list[Worker]()
     token = IDLE.set(idle)
     try:
+        idle.extend(start_worker(preload=preload) for _ in range(workers if workers > 1 else 0))
         yield
     finally:
         IDLE.reset(token)
         for worker in idle:
             worker.kill()  # it holds nothing, and an orderly exit would take longer
-        for worker in idle:
-            with suppress(BrokenPipeError), worker:
-                pass
+        close_workers(idle)
 
 
 def start_worker(*, preload: bool = False) -> Worker:
@@ -124,17 +123,18 @@ def run_in_processes(stage: type[Stage], setup: Setup, tasks: Sequence[Task], wo
             else:
                 yield result
     finally:
-        if idle is None or working:
-            stop_workers(children)
-        else:
-            idle += children
+        kept = idle is not None and not working
+        for child in children if not kept else ():
+            child.terminate()
         for thread in threads:
             thread.join()
+        if idle is not None and kept:
+            idle += children
+        else:
+            close_workers(children)
 
 
-def stop_workers(children: list[Worker]) -> None:
-    for child in children:
-        child.terminate()
+def close_workers(children: list[Worker]) -> None:
     for child in children:
         with suppress(BrokenPipeError), child:  # closes its pipes; a dead one may leave words unread
             pass
