@@ -163,7 +163,8 @@ def search(work: Path, pieces: int) -> tuple[float, float]:
     find_duplicates(config, work, [PIECE] * pieces)
     used = time.process_time() - began
     assert np.fromfile(work / "dropped", np.bool_).sum() == pieces * PIECE // 10
-    return 1e6 * used / (pieces * PIECE), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]  # ru_maxrss is inherited
+    return 1e6 * used / (pieces * PIECE), int(peak) / 1024
 
 
 def measure_duplicates(base: Path, documents: int) -> None:
