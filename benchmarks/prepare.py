@@ -1,7 +1,7 @@
 """From .jsonl to token shards against `datasets` map with `tokenizers`, and with two workers against one, interleaved;
 and peak memory over input size.
 
-    python -m benchmarks.prepare [--vocabulary FOLDER] [--megabytes 50] [--large 500] [--rounds 3]
+    python -m benchmarks.prepare [--vocabulary FOLDER] [--megabytes 50] [--large 500] [--rounds 3] [--only workers]
 
 FOLDER holds a vocab.json and merges.txt: GPT-2's, or else ones learned from Python's source. Every run is a process
 of its own; its memory is that of its whole tree.
@@ -95,14 +95,15 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def run(script: str, *words: str) -> tuple[float, float, float]:
-    """(seconds, seconds of processor, peak megabytes) of a process and its children."""
+def run(script: str, *words: str, interval: float = 0.05) -> tuple[float, float, float]:
+    """(seconds, seconds of processor, peak megabytes) of a process and its children, looked at every interval."""
     began, used, most = time.perf_counter(), cpu_seconds(), 0
     process = psutil.Popen([sys.executable, "-c", script, *words], stdout=subprocess.DEVNULL)
     while process.poll() is None:
         with contextlib.suppress(psutil.Error):  # a child may have just ended
             most = max(most, sum(p.memory_info().rss for p in [process, *process.children(recursive=True)]))
-        time.sleep(0.05)
+        with contextlib.suppress(psutil.TimeoutExpired):
+            process.wait(interval)
     if process.returncode != 0:
         raise SystemExit(process.returncode)
     return time.perf_counter() - began, cpu_seconds() - used, most / 1e6
@@ -136,7 +137,8 @@ def measure_workers(text: Path, vocabulary: str, rounds: int) -> None:
         seconds = {}
         for workers in (1, WORKERS):
             out = text.with_name(f"workers{workers}-{n}")
-            seconds[workers], used, _ = run(OURS, str(text), str(out), vocabulary, str(workers))
+            # listing all processes takes 10 ms, which two workers on two cores would wait for
+            seconds[workers], used, _ = run(OURS, str(text), str(out), vocabulary, str(workers), interval=60)
             speed = megabytes / seconds[workers]
             print(f"  {workers} worker(s): {speed:.1f} MB/s, {used:.0f} s of processor", flush=True)
             shutil.rmtree(out)
@@ -177,16 +179,20 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=50)
     parser.add_argument("--large", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", choices=["speed", "workers", "memory"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
         vocabulary = str(own_vocabulary(base) if args.vocabulary is None else args.vocabulary)
         small, large = base / "small.jsonl", base / "large.jsonl"
         write_corpus(small, args.megabytes)
-        measure_speed(small, vocabulary, args.rounds)
+        if args.only in (None, "speed"):
+            measure_speed(small, vocabulary, args.rounds)
         if args.large:
             write_corpus(large, args.large)
+        if args.large and args.only in (None, "workers"):
             measure_workers(large, vocabulary, args.rounds)
+        if args.large and args.only in (None, "memory"):
             measure_memory(small, large, vocabulary)
 
 

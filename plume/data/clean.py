@@ -204,6 +204,8 @@ class DuplicateFinder:
     def __call__(self, task: Task) -> Result:
         firsts, repeats = same_keys(*self.keys(task["band"], task["share"], task["shares"]))
         if task["band"]:  # in a band of the signature the keys of different texts may agree
+            order = np.argsort(firsts)  # neighbours are in few files
+            firsts, repeats = firsts[order], repeats[order]
             alike = [
                 self.agreement(firsts[low : low + PAIRS_AT_ONCE], repeats[low : low + PAIRS_AT_ONCE]) >= self.threshold
                 for low in range(0, len(firsts), PAIRS_AT_ONCE)

@@ -1,13 +1,18 @@
-"""The last stage of prepare: drop duplicates, split, add separators, write large shards, and publish the folder."""
+"""The last stage of prepare: drop duplicates, split, add separators, write shards in parts, publish the folder."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +20,27 @@ import numpy as np
 import numpy.typing as npt
 
 from plume.config import DataConfig, UserError
-from plume.data.pool import Result, Task, run_stage
-from plume.data.shards import FORMAT, MANIFEST, Manifest, Shard, ShardWriter, Split, mapped, token_dtype, write_manifest
+from plume.data.pool import Result, Setup, Task, run_stage
+from plume.data.shards import (
+    CHUNK,
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    Shard,
+    Split,
+    chunk_sums,
+    mapped,
+    token_dtype,
+    write_manifest,
+)
 from plume.data.sources import WorkUnit
 from plume.text import Tokenizer
-from plume.util.files import remove, write_json
+from plume.util.devices import cores
+from plume.util.files import remove, room_on_disk, stream_aside, write_json
 
 FEW_DOCUMENTS = 1000  # below this a split by hash would be too uneven
 SHARD_BYTES = 1 << 29  # of tokens in one shard: a terabyte is two thousand shards
-RUNS_AT_ONCE = 1 << 15
+PART_BYTES = 1 << 25  # of tokens written by one task; whole chunks
 SPLITS: dict[Split, bool] = {"train": False, "validation": True}  # whether it is held out
 TRASH = ".trash"
 Names = dict[str, str]  # fingerprints
@@ -74,52 +91,69 @@ def read_entries(work: Path, place: Place, dropped: Mask, dtype: str) -> Entries
 
 
 class Splitter:
-    """Writes the training and the validation shard of some pieces."""
+    """Writes a part of a shard, the tokens from `low` to `high`, at its place in the file, and hashes its chunks."""
 
     def __init__(
         self, work: Path, entries: int, dtype: str, sides: int, separator: int | None, validation: float, by_hash: bool
     ) -> None:
         self.work, self.dtype, self.sides = work, dtype, sides
+        self.itemsize = np.dtype(dtype).itemsize
         self.dropped = open_mask(work, entries)
         self.separator = b"" if separator is None else np.array([separator], dtype).tobytes()
         self.validation, self.by_hash = validation, by_hash
 
     def __call__(self, task: Task) -> Result:
-        writers: dict[Split, ShardWriter] = {}
-        with ExitStack() as stack:
-            for plain in task["places"]:
-                for split, tokens, starts in self.blocks(Place(**plain), task["border"]):
-                    if split not in writers:
-                        name = f"{split}-{task['number']:05}"
-                        writers[split] = stack.enter_context(ShardWriter(self.work / "done", name, self.dtype))
-                    writers[split].write_many(tokens, starts)
-        shards = {split: asdict(writer.shard(task["source"])) for split, writer in writers.items()}
-        return {"number": task["number"], "size": task["size"], "shards": shards}
+        parts, starts = list[Any](), list[Ids]()
+        for plain, first in task["places"]:
+            tokens, begins = self.stretch(Place(**plain), first, task)
+            parts.append(tokens)
+            starts.append(begins)
+        data = memoryview(b"".join(parts))
+        file = self.work / "done" / f"{task['name']}.tokens"
+        with room_on_disk(file), file.open("r+b") as stream:
+            stream.seek(task["low"] * self.itemsize)
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        starts_file = self.work / f"{task['name']}-{task['low']}.npy"
+        np.save(starts_file, np.concatenate(starts))
+        sums = np.array([zlib.crc32(data[low : low + CHUNK]) for low in range(0, len(data), CHUNK)], "<u4").tobytes()
+        return {key: task[key] for key in ("size", "name", "low")} | {"starts": str(starts_file), "sums": sums}
 
-    def blocks(self, place: Place, border: int) -> Iterator[tuple[Split, bytes, Ids]]:
-        """(split, tokens with separators, where documents begin in them), many entries at a time."""
+    def stretch(self, place: Place, first: int, task: Task) -> tuple[memoryview, Ids]:
+        """(what a piece adds to a part, with separators; where documents begin); `first` is the piece's first token."""
+        runs, lengths = self.runs(place, task["border"])[task["split"]]
+        begin = first + np.cumsum(lengths) - lengths
+        inside = (begin + lengths > task["low"]) & (begin < task["high"])
+        runs, begin = runs[inside], begin[inside]
+        size = self.itemsize
+        raw: Any = mapped(self.work / f"{place.piece:05}.tokens", self.dtype).view(np.uint8)
+        data, parts = memoryview(raw), list[Any]()
+        for start, stop, ends in zip(runs.start.tolist(), runs.stop.tolist(), runs.ends.tolist(), strict=True):
+            parts.append(data[start * size : stop * size])
+            if ends:
+                parts.append(self.separator)
+        at = int(begin[0]) if len(begin) else task["low"]
+        low, high = max(0, task["low"] - at), task["high"] - at
+        return memoryview(b"".join(parts))[low * size : high * size], begin[runs.begins & (begin >= task["low"])]
+
+    def sizes(self, place: Place, border: int) -> dict[Split, int]:
+        """Tokens that a piece adds to each split, with separators."""
+        return {split: int(lengths.sum()) for split, (_, lengths) in self.runs(place, border).items()}
+
+    def runs(self, place: Place, border: int) -> dict[Split, tuple[Any, Ids]]:
+        """For each split the runs of tokens that a piece adds to it, and their lengths with separators."""
         e = read_entries(self.work, place, self.dropped, self.dtype)
-        if not len(e.keep):
-            return
         runs: Any = np.rec.fromarrays(  # type: ignore[call-overload]  # one row per side of an entry
             [e.edges[:-1], e.edges[1:], *(np.repeat(c, self.sides) for c in (e.keep, e.begins, e.ends, e.owner))],
             names="start,stop,keep,begins,ends,owner",
         )
         runs, held = self.held_by_hash(runs) if self.by_hash else self.held_by_place(runs, place.seen, border)
-        size = np.dtype(self.dtype).itemsize
-        raw: Any = mapped(self.work / f"{place.piece:05}.tokens", self.dtype).view(np.uint8)
-        data = memoryview(raw)
+        found = dict[Split, tuple[Any, Ids]]()
         for split, wanted in SPLITS.items():
             mine = runs[runs.keep & (held == wanted)]
-            for low in range(0, len(mine), RUNS_AT_ONCE):
-                some = mine[low : low + RUNS_AT_ONCE]
-                parts = list[Any]()
-                for start, stop, ends in zip(some.start.tolist(), some.stop.tolist(), some.ends.tolist(), strict=True):
-                    parts.append(data[start * size : stop * size])
-                    if ends:
-                        parts.append(self.separator)
-                lengths = some.stop - some.start + some.ends * (len(self.separator) // size)
-                yield split, b"".join(parts), (np.cumsum(lengths) - lengths)[some.begins]
+            found[split] = mine, mine.stop - mine.start + mine.ends * (len(self.separator) // self.itemsize)
+        return found
 
     def held_by_hash(self, runs: Any) -> tuple[Any, Mask]:
         """A document's side depends on its text alone, so a duplicate can never be on the other."""
@@ -140,6 +174,28 @@ class Splitter:
             runs.ends[i], runs.begins[i + 1] = False, True
             starts = np.insert(starts, i + 1, border)
         return runs, starts >= border
+
+
+class ShardJoiner:
+    """Joins the starts and the hashes of the parts of a shard."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work
+
+    def __call__(self, task: Task) -> Result:
+        name, documents = task["name"], 0
+        file = self.work / "done" / f"{name}.starts"
+        with stream_aside(file) as stream:
+            for part in task["starts"]:
+                starts = np.load(part)
+                stream.write(starts.astype("<i8").tobytes())
+                documents += len(starts)
+        sums = task["sums"] + chunk_sums(file).tobytes()
+        with stream_aside(file.with_suffix(".sums")) as stream:
+            stream.write(sums)
+        counts = {"tokens": task["tokens"], "documents": documents}
+        shard = Shard(name=name, source=task["source"], **counts, hash=hashlib.sha256(sums).hexdigest())
+        return {"size": task["size"], "split": task["split"], "shard": asdict(shard)}
 
 
 def open_mask(work: Path, entries: int) -> Mask:
@@ -188,9 +244,8 @@ def finish(
     many = config.split is None and sum(p.documents for p in places) >= FEW_DOCUMENTS
     by_hash = config.split == "hash" or many
     setup = (work, sum(r["entries"] for r in results), dtype, sides, separator, config.validation_fraction, by_hash)
-    tasks = list(split_tasks(config, pieces, places, np.dtype(dtype).itemsize))
-    made = sorted(run_stage(Splitter, setup, tasks, config, title="split"), key=lambda result: result["number"])
-    shards = {split: [Shard(**r["shards"][split]) for r in made if split in r["shards"]] for split in SPLITS}
+    made = write_shards(config, work, list(shard_pieces(config, pieces, places, np.dtype(dtype).itemsize)), setup)
+    shards = {split: [Shard(**r["shard"]) for r in made if r["split"] == split] for split in SPLITS}
     check_something_left(config, shards["train"])
     return Manifest(
         format=FORMAT,
@@ -207,7 +262,7 @@ def finish(
     )
 
 
-def split_tasks(config: DataConfig, pieces: list[WorkUnit], places: list[Place], itemsize: int) -> Iterator[Task]:
+def shard_pieces(config: DataConfig, pieces: list[WorkUnit], places: list[Place], itemsize: int) -> Iterator[Task]:
     """Pieces of one source together, as many as fill a shard."""
     number = 0
     for source, mine in groupby(zip(pieces, places, strict=True), key=lambda pair: pair[0].source):
@@ -216,17 +271,57 @@ def split_tasks(config: DataConfig, pieces: list[WorkUnit], places: list[Place],
         group, held = list[Place](), 0
         for place in own:
             if group and held + place.tokens * itemsize > SHARD_BYTES:
-                yield split_task(number, source, border, group, held)
+                yield {"number": number, "source": source, "border": border, "places": group}
                 number, group, held = number + 1, [], 0
             group.append(place)
             held += place.tokens * itemsize
-        yield split_task(number, source, border, group, held)
+        yield {"number": number, "source": source, "border": border, "places": group}
         number += 1
 
 
-def split_task(number: int, source: int, border: int, places: list[Place], size: int) -> Task:
-    plain = [asdict(place) for place in places]
-    return {"number": number, "source": source, "border": border, "places": plain, "size": size}
+def write_shards(config: DataConfig, work: Path, groups: list[Task], setup: Setup) -> list[Result]:
+    """Write shards in parts, several at a time, and then what each is made of, in order."""
+    splitter, shards, tasks = Splitter(*setup), list[Task](), list[Task]()
+    for group in groups:
+        sizes = [splitter.sizes(place, group["border"]) for place in group["places"]]
+        for split in SPLITS:
+            edges = np.cumsum([0, *(size[split] for size in sizes)]).tolist()
+            if edges[-1]:
+                name = f"{split}-{group['number']:05}"
+                shards.append({"name": name, "split": split, "source": group["source"], "tokens": edges[-1]})
+                tasks += part_tasks(name, split, group, edges, splitter.itemsize)
+                with (work / "done" / f"{name}.tokens").open("wb") as stream:
+                    stream.truncate(edges[-1] * splitter.itemsize)
+    parts = defaultdict[str, list[Result]](list)
+    for part in sorted(run_stage(Splitter, setup, tasks, config, title="split"), key=itemgetter("low")):
+        parts[part["name"]].append(part)
+    for shard in shards:
+        shard["starts"] = [part["starts"] for part in parts[shard["name"]]]
+        shard["sums"] = b"".join(part["sums"] for part in parts[shard["name"]])
+        shard["size"] = sum(os.path.getsize(file) for file in shard["starts"])
+    joined = run_stage(ShardJoiner, (work,), shards, config, title="hash")
+    order = {shard["name"]: number for number, shard in enumerate(shards)}
+    return sorted(joined, key=lambda result: order[result["shard"]["name"]])
+
+
+def part_tasks(name: str, split: Split, group: Task, edges: list[int], itemsize: int) -> Iterator[Task]:
+    """The parts of a shard; `edges` are the first tokens of its pieces, and its end."""
+    for low in range(0, edges[-1], PART_BYTES // itemsize):
+        high = min(low + PART_BYTES // itemsize, edges[-1])
+        places = [
+            (asdict(place), first)
+            for place, first, stop in zip(group["places"], edges, edges[1:], strict=False)
+            if first < high and stop > low
+        ]
+        yield {
+            "name": name,
+            "split": split,
+            "border": group["border"],
+            "low": low,
+            "high": high,
+            "places": places,
+            "size": (high - low) * itemsize,
+        }
 
 
 def check_something_left(config: DataConfig, train: list[Shard]) -> None:
@@ -262,4 +357,6 @@ def discard(work: Path) -> None:
     with suppress(FileNotFoundError):
         work.rename(doomed)
     for old in work.parent.glob(f"{TRASH}*"):
+        with suppress(OSError), ThreadPoolExecutor(cores()) as pool:  # one thread takes a second per gigabyte
+            list(pool.map(remove, old.iterdir()))
         shutil.rmtree(old, ignore_errors=True)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import IO, Any, Protocol
 from uuid import uuid4
@@ -26,6 +27,7 @@ RESUME_HINT = "Finished pieces are kept: run the same command again to continue"
 Task = dict[str, Any]  # plain data; `size` is its share of the progress bar
 Result = dict[str, Any]
 Setup = tuple[Any, ...]  # what a stage is made from in every worker
+Worker = subprocess.Popen[bytes]
 
 
 class Stage(Protocol):
@@ -67,32 +69,30 @@ def worker_count(config: DataConfig, tasks: int, size: int) -> int:
     return 1 if size < SMALL or config.backend == "ray" else workers
 
 
-STARTED: list[subprocess.Popen[bytes]] = []  # workers that no stage has taken yet
+IDLE: ContextVar[list[Worker] | None] = ContextVar("IDLE", default=None)  # workers that wait for a stage
 
 
 @contextmanager
-def started_workers(config: DataConfig, tasks: int, size: int) -> Iterator[None]:
-    """Start the workers of the first stage: they import while this process reads what the stage needs."""
+def kept_workers(config: DataConfig, tasks: int, size: int) -> Iterator[None]:
+    """Start the workers of the first stage, which import while this process reads; later stages use them again."""
     workers = worker_count(config, tasks, size)
+    # a tokenizer that is given or learned reads its cache with compiled code, which takes half a second to load
+    preload = config.tokenizer.folder is not None or config.tokenizer.kind not in ("bytes", "characters")
+    idle = list[Worker]()
+    token = IDLE.set(idle)
     try:
-        STARTED.extend(start_worker() for _ in range(workers if workers > 1 else 0))
+        idle.extend(start_worker(preload=preload) for _ in range(workers if workers > 1 else 0))
         yield
     finally:
-        while (unused := take_started()) is not None:
-            with unused:
-                unused.terminate()
+        IDLE.reset(token)
+        for worker in idle:
+            worker.kill()  # it holds nothing, and an orderly exit would take longer
+        close_workers(idle)
 
 
-def take_started() -> subprocess.Popen[bytes] | None:
-    """A worker that waits for its stage, if there is one; other threads may be taking them too."""
-    try:
-        return STARTED.pop()
-    except IndexError:
-        return None
-
-
-def start_worker() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", "from plume.data.pool import main; main()"]  # -m would warn: it is imported twice
+def start_worker(*, preload: bool = False) -> Worker:
+    load = "from plume.text.encode_cache import load_compiled; load_compiled(); " if preload else ""
+    command = [sys.executable, "-c", f"{load}from plume.data.pool import main; main()"]  # -m would import it twice
     # a worker's tokenizer has no cores to itself, and a signal from the keyboard is for this process to handle
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -106,13 +106,14 @@ def run_in_processes(stage: type[Stage], setup: Setup, tasks: Sequence[Task], wo
     done: queue.SimpleQueue[Result | BaseException | None] = queue.SimpleQueue()
     for task in tasks:
         todo.put(task)
-    children = [take_started() or start_worker() for _ in range(workers)]
+    idle = IDLE.get()
+    children = [idle.pop() if idle else start_worker() for _ in range(workers)]
     start = pickle.dumps((stage, setup))
     threads = [threading.Thread(target=feed_worker, args=(c, start, todo, done), daemon=True) for c in children]
+    working = workers
     try:
         for thread in threads:
             thread.start()
-        working = workers
         while working:
             result = done.get()
             if isinstance(result, BaseException):
@@ -122,16 +123,25 @@ def run_in_processes(stage: type[Stage], setup: Setup, tasks: Sequence[Task], wo
             else:
                 yield result
     finally:
-        for child in children:
+        kept = idle is not None and not working
+        for child in children if not kept else ():
             child.terminate()
-        for child, thread in zip(children, threads, strict=True):
+        for thread in threads:
             thread.join()
-            with suppress(BrokenPipeError), child:  # closes its pipes; a dead one may leave words unread
-                pass
+        if idle is not None and kept:
+            idle += children
+        else:
+            close_workers(children)
+
+
+def close_workers(children: list[Worker]) -> None:
+    for child in children:
+        with suppress(BrokenPipeError), child:  # closes its pipes; a dead one may leave words unread
+            pass
 
 
 def feed_worker(
-    child: subprocess.Popen[bytes],
+    child: Worker,
     start: bytes,
     todo: queue.SimpleQueue[Task],
     done: queue.SimpleQueue[Result | BaseException | None],
@@ -211,16 +221,19 @@ class RayStage:
 
 
 def main() -> None:
-    """A worker process: a stage and then tasks on its input, results on its output, until the input ends."""
+    """A worker process: stages, each with its tasks, on its input, results on its output, until the input ends."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that half-written files are taken away
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # whatever a library prints must not come between the answers
         try:
-            stage, setup = pickle.load(sys.stdin.buffer)
-            work = stage(*setup)
             while True:
-                pickle.dump(work(pickle.load(sys.stdin.buffer)), answers)
-                answers.flush()
+                message = pickle.load(sys.stdin.buffer)
+                if isinstance(message, tuple):
+                    stage, setup = message
+                    work = stage(*setup)
+                else:
+                    pickle.dump(work(message), answers)
+                    answers.flush()
         except EOFError:
             return
         except UserError as error:

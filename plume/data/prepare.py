@@ -5,32 +5,35 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock, Timeout
-from rich.console import Console, Group
-from rich.table import Table
 
 from plume.config import DataConfig, TokenizerConfig, UserError, takes_fields
 from plume.data.batches import generator
 from plume.data.clean import find_duplicates, held_out_index
 from plume.data.documents import NO_FIELD
 from plume.data.finalize import discard, finish, open_mask, publish
-from plume.data.pool import run_stage, started_workers
+from plume.data.pool import kept_workers, run_stage
 from plume.data.shards import FORMAT, MANIFEST, WORK, Manifest, Shard, mapped, read_manifest
 from plume.data.sources import WorkUnit, find_files, plan_pieces, unread_files, with_absolute_paths
 from plume.data.stages import HELD_OUT, ShardMaker, Survey, WordCounter, write_held_out
 from plume.data.tables import Tally
 from plume.text import Tokenizer, load_tokenizer
 from plume.text.tokenizer_training import merge_runs, train_from_counts
+from plume.util.console import tell
 from plume.util.devices import cores
 from plume.util.files import aside, read_json, room_on_disk, write_json
+
+if TYPE_CHECKING:  # takes longer to import than all of this module, also in every worker
+    from rich.console import Group
 
 LOCK = ".lock"
 SPREAD = 4  # times the sample that its pieces hold, so that no stretch of the corpus is the whole sample
@@ -53,7 +56,7 @@ def prepare(config: DataConfig) -> Prepared:
     pieces = plan_pieces(config)
     if (config.folder / MANIFEST).is_file():
         return prepare_pieces(config, pieces)
-    with started_workers(config, len(pieces), sum(piece.size for piece in pieces)):
+    with kept_workers(config, len(pieces), sum(piece.size for piece in pieces)):
         return prepare_pieces(config, pieces)
 
 
@@ -76,7 +79,7 @@ def make(config: DataConfig, work: Path, pieces: list[WorkUnit], fingerprint: st
     if config.clean.decontaminate and not (work / HELD_OUT).is_dir():
         write_held_out(work, held_out_index(config))
     tokenizer = get_tokenizer(config, work, pieces, given)
-    results = run_pieces(ShardMaker, config, work, pieces, "prepare")
+    results = run_pieces(ShardMaker, config, work, pieces, "prepare", tokenizer)
     if not any(r["entries"] for r in results):
         raise nothing_left(config, work, [Tally.from_dict(r["dropped"]) for r in results])
     find_duplicates(config, work, [r["entries"] for r in results])
@@ -90,13 +93,13 @@ def make(config: DataConfig, work: Path, pieces: list[WorkUnit], fingerprint: st
 
 
 def run_pieces(
-    stage: type[Survey], config: DataConfig, work: Path, pieces: list[WorkUnit], title: str
+    stage: type[Survey], config: DataConfig, work: Path, pieces: list[WorkUnit], title: str, *setup: Any
 ) -> list[dict[str, Any]]:
     """The results of a stage for all pieces in order; those of an earlier run are taken as they are."""
     missing = [piece for piece in pieces if not (work / f"{piece.number:05}.json").is_file()]
     before = sum(p.size for p in pieces) - sum(p.size for p in missing)
     tasks = [{"piece": with_absolute_paths(p).to_dict(), "size": p.size} for p in missing]
-    run_stage(stage, (config, work.resolve()), tasks, config, title=title, before=before)
+    run_stage(stage, (config, work.resolve(), *setup), tasks, config, title=title, before=before)
     return [read_json(work / f"{p.number:05}.json") for p in pieces]
 
 
@@ -107,7 +110,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        Console(stderr=True).print(f"another process prepares {folder}; waiting for it")
+        tell(f"another process prepares {folder}; waiting for it", sys.stderr)
         lock.acquire()
     try:
         yield
@@ -205,18 +208,19 @@ def read_plan(work: Path) -> str | None:
     try:
         return str(read_json(work / "plan.json").get("fingerprint"))
     except UserError as error:
-        Console(stderr=True).print(f"{error}; starting the unfinished work again", markup=False, highlight=False)
+        tell(f"{error}; starting the unfinished work again", sys.stderr)
         return None
 
 
 def get_tokenizer(config: DataConfig, work: Path, pieces: list[WorkUnit], given: Tokenizer | None) -> Tokenizer:
     """The given tokenizer, or one trained on a sample of what is kept; a copy is saved with the data."""
     folder = work / "tokenizer"
-    if not folder.is_dir():
-        tokenizer = train_on_sample(config, work, pieces) if given is None else given
-        with aside(folder) as half:
-            tokenizer.save(half)
-    return load_tokenizer(folder)
+    if folder.is_dir():
+        return load_tokenizer(folder)
+    tokenizer = train_on_sample(config, work, pieces) if given is None else given
+    with aside(folder) as half:
+        tokenizer.save(half)
+    return tokenizer
 
 
 def train_on_sample(config: DataConfig, work: Path, pieces: list[WorkUnit]) -> Tokenizer:
@@ -359,6 +363,8 @@ def warn_of_loss(report: dict[str, Any]) -> None:
 
 
 def warn(message: str) -> None:
+    from rich.console import Console
+
     style: dict[str, Any] = {"style": "yellow", "soft_wrap": True, "markup": False, "highlight": False}
     Console(stderr=True).print(f"warning: {message}", **style)
 
@@ -380,6 +386,9 @@ def add_shares(sources: list[dict[str, Any]], config: DataConfig) -> None:
 
 def show_report(report: dict[str, Any]) -> Group:
     """The report as tables for a terminal."""
+    from rich.console import Group
+    from rich.table import Table
+
     table = Table(title=f"{report['folder']}: {report['tokens']:,} training tokens", title_justify="left")
     table.add_column("source", overflow="fold")
     mixed = len(report["sources"]) > 1 or report["sources"][0]["epochs"] != 1.0  # else both would say all and once

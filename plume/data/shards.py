@@ -67,7 +67,7 @@ def token_dtype(vocab_size: int) -> TokenType:
 
 
 class ShardWriter:
-    """Writes one shard aside: tokens as they come, starts and, where it is to be kept, hashes at the end."""
+    """Writes the tokens of one piece aside as they come, and the starts at the end."""
 
     def __init__(self, folder: Path, name: str, dtype: str) -> None:
         self.folder, self.name, self.dtype = folder, name, dtype
@@ -81,20 +81,6 @@ class ShardWriter:
         self.starts.append(self.count)
         self._stream.write(tokens.astype(self.dtype, copy=False).tobytes())
         self.count += len(tokens)
-
-    def write_many(self, tokens: bytes, starts: Ids) -> None:
-        """Tokens of many documents, and where those begin that are new, counted from the first of these tokens."""
-        self.starts.frombytes((starts + self.count).astype(np.int64).tobytes())
-        self._stream.write(tokens)
-        self.count += len(tokens) // np.dtype(self.dtype).itemsize
-
-    def shard(self, source: int) -> Shard:
-        """What the manifest says of it, once it is closed; this writes the hashes."""
-        sums = np.concatenate([chunk_sums(self.folder / f"{self.name}{suffix}") for suffix in (".tokens", ".starts")])
-        with stream_aside(self.folder / f"{self.name}.sums") as stream:
-            stream.write(sums.tobytes())
-        counts = {"tokens": self.count, "documents": len(self.starts)}
-        return Shard(name=self.name, source=source, **counts, hash=hashlib.sha256(sums.tobytes()).hexdigest())
 
     def __enter__(self) -> ShardWriter:
         return self

@@ -73,20 +73,26 @@ def with_absolute_paths(piece: WorkUnit) -> WorkUnit:
 
 def find_files(spec: str) -> list[Path]:
     """The files behind a path, folder, glob, `python:stdlib` or `python:PACKAGE`, in a fixed order."""
+    return [Path(name) for name in file_names(spec)]
+
+
+def file_names(spec: str) -> list[str]:
+    """The same as texts: of many files, to make a Path of each takes as long as to find them."""
     if spec.startswith("python:"):
-        return package_files(spec.removeprefix("python:"))
+        return [str(path) for path in package_files(spec.removeprefix("python:"))]
     path = Path(spec).expanduser()
     if path.is_file():
-        return [path]
+        return [str(path)]
     if path.is_dir():
-        found = [path / name for name in sorted(names_below(path), key=lambda name: name.split(os.sep))]
+        names = sorted(names_below(path), key=lambda name: name.split(os.sep))
+        found = names if str(path) == "." else [os.path.join(str(path), name) for name in names]
         if not found:
             raise UserError(
                 f"the folder {path} holds no file that can be read ({', '.join((*TABLES, '.txt', '.md'))}, ...)"
             )
         return found
     if glob.has_magic(spec):
-        found = [Path(p) for p in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(p)]
+        found = [p for p in sorted(glob.glob(str(path), recursive=True)) if os.path.isfile(p)]
         if not found:
             raise UserError(f"no file matches {spec!r}")
         return found
@@ -154,20 +160,22 @@ def plan_parts(config: DataConfig, source: int, spec: str, size: int) -> Iterato
         shards = hub_shards(spec)
         yield from (FilePart(spec, i, shards, size=size) for i in range(shards))  # their true sizes are not known
         return
-    files = find_files(spec)
     if config.targets:
-        yield from pair_parts(files, find_files(config.targets[source]), config, size)
+        yield from pair_parts(find_files(spec), find_files(config.targets[source]), config, size)
         return
-    compressed = sum(str(path).lower().endswith(COMPRESSED) for path in files)
-    for path in files:
-        yield from cut_file(path, config, size, strips=-(-STRIPS // compressed) if compressed else 1)
+    names = file_names(spec)
+    compressed = sum(name.lower().endswith(COMPRESSED) for name in names)
+    for name in names:
+        total = os.stat(name).st_size
+        if total * EXPANSION <= size:  # small, whatever it is
+            yield FilePart(name, size=total)
+        else:
+            strips = -(-STRIPS // compressed) if compressed else 1
+            yield from cut_file(Path(name), config, size, strips=strips)
 
 
 def cut_file(path: Path, config: DataConfig, size: int, *, strips: int) -> Iterator[FilePart]:
-    total = os.stat(path).st_size
-    if total * EXPANSION <= size:  # small, whatever it is
-        yield FilePart(str(path), size=total)
-        return
+    total = path.stat().st_size
     kind = suffix_of(path)
     if kind == ".parquet" and total > size:
         yield from row_groups(path, size)

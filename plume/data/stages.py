@@ -19,7 +19,7 @@ from plume.data.pool import Result, Task
 from plume.data.shards import ShardWriter, mapped, token_dtype
 from plume.data.sources import WorkUnit
 from plume.data.tables import Tally
-from plume.text import load_tokenizer
+from plume.text import Tokenizer
 from plume.text.tokenizer_training import count_words, word_counter, write_run
 from plume.util.files import aside, stream_aside, write_json
 
@@ -103,9 +103,9 @@ class WordCounter(Survey):
 class ShardMaker(Survey):
     """Makes the shard of a piece, without separators yet. Every worker has one, on this machine or another."""
 
-    def __init__(self, config: DataConfig, work: Path) -> None:
+    def __init__(self, config: DataConfig, work: Path, tokenizer: Tokenizer) -> None:
         super().__init__(config, work)
-        self.tokenizer = load_tokenizer(work / "tokenizer")
+        self.tokenizer = tokenizer
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
     def __call__(self, task: Task) -> Result:

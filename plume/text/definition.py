@@ -99,11 +99,6 @@ BYTE_LETTERS = byte_letters()
 LETTER_BYTES = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
 
 
-def token_bytes(token: str) -> bytes:
-    """The bytes that a token of a byte-level vocabulary stands for."""
-    return bytes(LETTER_BYTES[letter] for letter in token)
-
-
 def layout_specials(kind: Kind, layout: Layout) -> tuple[list[Special], list[Special]]:
     """The specials of a layout, and one for the unknown where the kind needs it."""
     before, after = LAYOUTS[layout]

@@ -128,6 +128,12 @@ class EncodeCache:
         self.learned = last
 
 
+def load_compiled() -> None:
+    """Load the compiled functions from numba's cache ahead of the first text."""
+    EncodeCache(lambda chunks: [np.zeros(1, np.int32) for _ in chunks], "gpt2").encode_batch(["a"])
+    place_all(empty_table(1, 1))
+
+
 def with_capacity(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
     if len(array) >= size:
         return array

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from plume.config import UserError
-from plume.text.definition import BYTE_LETTERS, Definition, Kind, token_bytes
+from plume.text.definition import BYTE_LETTERS, LETTER_BYTES, Definition, Kind
 from plume.text.tokenizer_json import to_json
 from plume.util.devices import cores
 
 if TYPE_CHECKING:
-    import tiktoken
     import tokenizers
     from spacy.tokenizer import Tokenizer as SpacyTokenizer
 
@@ -43,6 +43,7 @@ LINE_BREAK = re.compile(r"\s*\n\s*")
 MAX_CACHED_WORDS = 1 << 19  # cached words before the cache is cleared
 BLANKS = re.compile(r"[^\S\n]+")
 
+BYTE_TABLE = str.maketrans(LETTER_BYTES)  # from a letter to the character whose code is its byte
 PreTokenizer = Literal["gpt2", "words and marks", "between blanks"]
 PRE_TOKENIZERS: dict[Kind, PreTokenizer] = {"wordpiece": "words and marks", "gpt1-bpe": "between blanks"}
 
@@ -53,9 +54,9 @@ class Encoder(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
 
 
-def engine_for(d: Definition, backend: Callable[[], tokenizers.Tokenizer]) -> Encoder:
-    if d.kind == "byte-bpe" and (encoding := tiktoken_for(d)) is not None:
-        return CachedEngine(ByteBpe(d, encoding), "gpt2")
+def engine_for(d: Definition, backend: Callable[[], tokenizers.Tokenizer], *, exact_ranks: bool) -> Encoder:
+    if exact_ranks:
+        return CachedEngine(ByteBpe(d), "gpt2")
     if d.kind == "bytes":
         return Bytes(d)
     if d.kind == "characters":
@@ -86,37 +87,39 @@ def check_text(text: str) -> None:
         ) from None
 
 
-def tiktoken_for(d: Definition) -> tiktoken.Encoding | None:
-    """Tiktoken with this vocabulary; None where it might not give the ids that the merges give.
+def ranks_are_exact(d: Definition) -> bool:
+    """Whether tiktoken gives the ids that the merges give.
 
     Tiktoken joins any two pieces whose whole is in the vocabulary; the merges join only the listed pairs. The two are
     the same when each token comes from one merge and the merges rebuild it from its own bytes: two pieces that meet
     in some word then also meet in the token they form, so that no unlisted pair ever meets.
     """
-    from tiktoken import Encoding
     from tokenizers import Tokenizer as Backend
     from tokenizers.models import BPE
 
+    if d.kind != "byte-bpe":
+        return False
     ids = d.ids()
     products = [a + b for a, b in d.merges]
-    if len(set(products)) != len(products) or not ids.keys() >= {*products, *BYTE_LETTERS}:
-        return None
+    known = ids.keys() >= {*products, *BYTE_LETTERS} and set("".join(products)) <= LETTER_BYTES.keys()
+    if len(set(products)) != len(products) or not known:
+        return False
     alone = Backend(BPE(vocab=ids, merges=list(d.merges))).encode_batch_fast(products, add_special_tokens=False)
-    if any(encoded.ids != [ids[token]] for encoded, token in zip(alone, products, strict=True)):
-        return None
-    ranked = sorted(BYTE_LETTERS, key=ids.__getitem__) + products
-    ranks = {token_bytes(token): rank for rank, token in enumerate(ranked)}
-    return Encoding("plume", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    return all(encoded.ids == [ids[token]] for encoded, token in zip(alone, products, strict=True))
 
 
 class ByteBpe:
     """Tiktoken in threads. It numbers tokens by merge order, which need not be their ids."""
 
-    def __init__(self, d: Definition, encoding: tiktoken.Encoding) -> None:
+    def __init__(self, d: Definition) -> None:
+        from tiktoken import Encoding
+
         ids = d.ids()
         ranked = sorted(BYTE_LETTERS, key=ids.__getitem__) + [a + b for a, b in d.merges]
+        spelled, ends = "".join(ranked).translate(BYTE_TABLE).encode("latin-1"), [0, *accumulate(map(len, ranked))]
+        ranks = {spelled[a:b]: rank for rank, (a, b) in enumerate(pairwise(ends))}
+        self.encoding = Encoding("plume", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={})
         table = np.array([ids[token] for token in ranked], dtype=np.int32)
-        self.encoding = encoding
         self.table = None if np.array_equal(table, np.arange(len(table))) else table
 
     def encode(self, text: str) -> list[int]:
@@ -133,9 +136,13 @@ class ByteBpe:
         return [part[0] if len(part) == 1 else np.concatenate(part or [np.empty(0, np.int32)]) for part in parts]
 
     def _encode_job(self, job: list[tuple[int, str]]) -> list[tuple[int, Ids]]:
-        encode, table = self.encoding.encode_ordinary, self.table
-        ranks = [(n, np.array(encode(piece), dtype=np.int32)) for n, piece in job]
-        return ranks if table is None else [(n, table[r]) for n, r in ranks]
+        """Of all pieces in one array: most are a word, and an array of each would take as long as encoding it."""
+        encode = self.encoding.encode_ordinary
+        ranks = [encode(piece) for _, piece in job]
+        edges = [0, *accumulate(map(len, ranks))]
+        ids = np.fromiter(chain.from_iterable(ranks), np.int32, edges[-1])
+        ids = ids if self.table is None else self.table[ids]
+        return [(n, ids[a:b]) for (n, _), (a, b) in zip(job, pairwise(edges), strict=True)]
 
 
 def cut(text: str, size: int) -> Iterator[str]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from plume.config import UserError
 from plume.text.definition import BYTE_KINDS, CONTINUES, LETTER_BYTES, WORD_END, Definition, Kind, Special, Words
-from plume.text.encoders import Encoder, Ids, backend_for, check_text, engine_for
+from plume.text.encoders import Encoder, Ids, backend_for, check_text, engine_for, ranks_are_exact
 
 if TYPE_CHECKING:
     import tokenizers
@@ -55,8 +55,8 @@ class Tokenizer:
     def __repr__(self) -> str:
         return f"Tokenizer({self.kind}, {self.vocab_size} tokens, {self.hash[:8]})"
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[Any, ...]]:
-        return Tokenizer, (self.definition, self.ends)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tokenizer, (self.definition, self.ends), {"exact_ranks": self.exact_ranks}
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -120,7 +120,12 @@ class Tokenizer:
 
     @cached_property
     def _engine(self) -> Encoder:
-        return engine_for(self.definition, lambda: self._backend)
+        return engine_for(self.definition, lambda: self._backend, exact_ranks=self.exact_ranks)
+
+    @cached_property
+    def exact_ranks(self) -> bool:
+        """Whether tiktoken can encode for it; copies in other processes are told."""
+        return ranks_are_exact(self.definition)
 
     # -- text to ids
 

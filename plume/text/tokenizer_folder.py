@@ -68,7 +68,7 @@ class IdTokenizer(Tokenizer):
     def __init__(self, vocab_size: int, ends: Sequence[int] | None = None) -> None:
         super().__init__(Definition(kind="characters", tokens=tuple(f"<{i}>" for i in range(vocab_size))), ends)
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return IdTokenizer, (self.vocab_size, self.ends)
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:

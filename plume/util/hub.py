@@ -7,7 +7,6 @@ import socket
 import sys
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
-from urllib.request import getproxies
 
 BUNDLED = Path(__file__).parents[1] / "models"  # model folders inside the package
 TIMEOUT = 3.0  # seconds for the hub to accept a connection
@@ -32,6 +31,8 @@ def hub_is_offline() -> bool:
         os.environ.get(v, "0").upper() in ("1", "ON", "YES", "TRUE") for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
     ):
         return True
+    from urllib.request import getproxies
+
     from huggingface_hub import constants
 
     endpoint = urlsplit(constants.ENDPOINT)

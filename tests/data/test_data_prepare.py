@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import pytest
 from rich.console import Console
 
 from plume.config import CleanConfig, DataConfig, TokenizerConfig, UserError
-from plume.data import finalize, open_shards, prepare, show_report
+from plume.data import finalize, open_shards, pool, prepare, show_report
+from plume.data.shards import CHUNK
 from plume.data.stages import ShardMaker
 from plume.text import load_tokenizer, train_tokenizer
 
@@ -103,6 +105,52 @@ def test_a_position_knows_its_document(whole):
 def test_any_number_of_workers_gives_the_same_shards(tmp_path, whole, workers):
     prepare(replace(whole, folder=tmp_path / "out", workers=workers))
     assert contents(tmp_path / "out") == contents(whole.folder)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_parts_of_a_shard_are_the_bytes_of_the_whole(tmp_path, whole, workers, monkeypatch):
+    """Written by several tasks, a chunk each; the hashes are those of the file."""
+    monkeypatch.setattr(pool, "SMALL", 0)
+    monkeypatch.setattr(finalize, "PART_BYTES", CHUNK)
+    prepare(replace(whole, folder=tmp_path / "out", workers=workers))
+    assert contents(tmp_path / "out") == contents(whole.folder)
+    data = (tmp_path / "out" / "train-00000.tokens").read_bytes()
+    assert len(data) > 3 * CHUNK
+    sums = [zlib.crc32(data[low : low + CHUNK]) for low in range(0, len(data), CHUNK)]
+    assert np.fromfile(tmp_path / "out" / "train-00000.sums", "<u4")[: len(sums)].tolist() == sums
+
+
+def test_parts_of_pairs_and_of_a_border_inside_a_document(tmp_path, monkeypatch):
+    """Against the tokens of the text: few documents are split by place, pairs never inside one."""
+    monkeypatch.setattr(finalize, "PART_BYTES", CHUNK)
+    lines = [f"source {n} " * 900 for n in range(40)], [f"target {n} " * 800 for n in range(40)]
+    for name, texts in zip(("a.txt", "b.txt"), lines, strict=True):
+        (tmp_path / name).write_text("".join(text + "\n" for text in texts))
+    usual = {"documents": "line", "tokenizer": TokenizerConfig(kind="bytes"), "validation_fraction": 0.3}
+    config = DataConfig(paths=(str(tmp_path / "a.txt"),), folder=tmp_path / "plain", **usual)
+    prepare(config)
+    prepare(replace(config, targets=(str(tmp_path / "b.txt"),), folder=tmp_path / "pairs"))
+    for folder, texts in (("plain", lines[0]), ("pairs", [t for pair in zip(*lines, strict=True) for t in pair])):
+        tokenizer = load_tokenizer(tmp_path / folder / "tokenizer")
+        ids = [i for text in texts for i in (*tokenizer.encode(text.strip()), tokenizer.end)]
+        splits = [open_shards(tmp_path / folder, split).streams[0] for split in ("train", "validation")]
+        found = np.concatenate([stream.read(0, len(stream)) for stream in splits])
+        assert found.tolist() == ids
+        firsts = [stream.start_of(d) + base for stream, base in zip(splits, (0, len(splits[0])), strict=True)
+                  for d in range(stream.documents)]  # fmt: skip
+        expected = np.cumsum([0, *(len(tokenizer.encode(t.strip())) + 1 for t in texts)])[:-1].tolist()
+        assert sorted({*expected, len(splits[0])}) == sorted({*firsts, len(splits[0])})
+
+
+def test_workers_are_kept_from_stage_to_stage(tmp_path, whole, monkeypatch):
+    started, original = [], pool.start_worker
+    monkeypatch.setattr(pool, "start_worker", lambda **options: started.append(original(**options)) or started[-1])
+    monkeypatch.setattr(pool, "SMALL", 0)
+    monkeypatch.setattr(finalize, "PART_BYTES", CHUNK)
+    clean = replace(whole.clean, duplicates="near")
+    prepare(replace(whole, folder=tmp_path / "out", workers=2, clean=clean))  # documents, duplicates, parts of shards
+    assert len(started) == 2
+    assert all(worker.poll() is not None for worker in started)
 
 
 PREPARE = """
@@ -226,6 +274,20 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, whole, workers, monke
     assert (work / "00000.json").is_file()
     prepare(config)
     assert contents(folder) == contents(whole.folder)
+
+
+def test_a_full_disk_in_a_part_of_a_shard(tmp_path, whole, monkeypatch):
+    original, config = Path.open, replace(whole, folder=tmp_path / "out")
+
+    def full(self, mode="r", *args, **options):
+        return original(Path("/dev/full") if mode == "r+b" else self, mode, *args, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(UserError, match=r"the disk is full: train-00000\.tokens"):
+        prepare(config)
+    monkeypatch.undo()
+    prepare(config)
+    assert contents(config.folder) == contents(whole.folder)
 
 
 def test_a_full_disk_at_the_last_moment(tmp_path, whole, monkeypatch):

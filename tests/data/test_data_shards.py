@@ -7,24 +7,22 @@ import shutil
 import subprocess
 import sys
 import time
-import zlib
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
-from hashlib import sha256
-from multiprocessing import get_context
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from memory import kilobytes
 
 from plume.config import CleanConfig, DataConfig, TokenizerConfig, UserError
 from plume.data import PackedWindows, finalize, open_shards, prepare, verify_shards
 from plume.data.clean import find_duplicates, sorted_keys
 from plume.data.prepare import keyed_folder, reuse, sample_pieces
-from plume.data.shards import CHUNK, FORMAT, Manifest, Shard, read_manifest
+from plume.data.shards import CHUNK, read_manifest
 from plume.data.sources import FilePart, WorkUnit, plan_pieces
 from plume.text import load_tokenizer, train_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks are not part of the package
+from benchmarks import sizes
 
 BYTES = TokenizerConfig(kind="bytes")
 
@@ -98,32 +96,9 @@ def test_damaged_metadata_is_one_message(tmp_path, content, file, capsys):
     assert open_shards(config.folder).tokens > 0
 
 
-def sparse_terabyte(folder: Path, shards: int, size: int) -> None:
-    """Zeros that take no space on the disk, and their hashes."""
-    folder.mkdir()
-    tokens, documents = size // 2, 1000
-    starts = np.arange(documents, dtype="<i8") * (tokens // documents)
-    zero = zlib.crc32(bytes(CHUNK))
-    sums = np.array([zero] * (size // CHUNK) + [zlib.crc32(starts.tobytes())], "<u4")
-    made = []
-    for number in range(shards):
-        name = f"train-{number:05}"
-        with (folder / f"{name}.tokens").open("wb") as stream:
-            stream.truncate(size)
-        (folder / f"{name}.starts").write_bytes(starts.tobytes())
-        (folder / f"{name}.sums").write_bytes(sums.tobytes())
-        digest = sha256(sums.tobytes()).hexdigest()
-        made.append(Shard(name=name, source=0, tokens=tokens, documents=documents, hash=digest))
-    manifest = Manifest(
-        format=FORMAT, tokenizer="t", vocab_size=100, dtype="uint16", separator=None, pairs=False, fingerprint="f",
-        settings="s", sources=("x",), weights=(), train=tuple(made), validation=(),
-    )  # fmt: skip
-    (folder / "data.json").write_text(json.dumps(asdict(manifest)))
-
-
 def test_a_terabyte_opens_at_once_with_few_files_open(tmp_path):
     """In a process that may open 256 files: 2048 shards of half a gigabyte. `python -m benchmarks prepare` times it."""
-    sparse_terabyte(tmp_path / "big", 2048, 1 << 29)
+    sizes.write_shards(tmp_path / "big", 2048, 1 << 29)
     script = f"""
 import resource, sys, zlib
 sys.path.append({str(Path(__file__).parents[1])!r})
@@ -282,24 +257,9 @@ def test_a_sample_has_its_size_and_seed(tmp_path, rows):
     assert hashes[0] == hashes[1] != hashes[2]
 
 
-def write_signatures(work: Path, pieces: int, documents: int, seed: int = 0) -> list[set[int]]:
-    """Random signatures; every tenth document repeats an earlier one of its piece, up to a few rows."""
-    rng, repeats = np.random.default_rng(seed), []
-    for piece in range(pieces):
-        table = rng.integers(0, 1 << 32, (documents, 128), dtype=np.uint32)
-        later = np.arange(9, documents, 10)
-        table[later] = table[later - 9]
-        table[later, rng.integers(0, 128, len(later))] ^= 1
-        keys, order = sorted_keys(rng.integers(0, 1 << 63, documents).tolist(), list(table))
-        for kind, values in (("signatures", table), ("keys", keys), ("order", order)):
-            (work / f"{piece:05}.{kind}").write_bytes(values.tobytes())
-        repeats.append(set((piece * documents + later).tolist()))
-    return repeats
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_near_duplicates_are_found_by_any_number_of_workers(tmp_path, workers, monkeypatch):
-    repeats = write_signatures(tmp_path, 4, 2000)
+    repeats = [sizes.write_signatures(tmp_path, piece, 2000) for piece in range(4)]
     monkeypatch.setattr("plume.data.clean.AT_ONCE", 1500)
     monkeypatch.setattr("plume.data.pool.SMALL", 0)
     config = DataConfig(paths=("x",), folder=tmp_path / "out", workers=workers, clean=CleanConfig(duplicates="near"))
@@ -324,39 +284,11 @@ def test_near_duplicates_are_as_similar_as_the_threshold(tmp_path, threshold, ke
 
 @pytest.mark.slow
 def test_five_million_documents_in_bounded_memory(tmp_path):
-    """One worker's search over 5 million documents: memory below 700 MB, and a time for each that is far from linear.
-
-    Seen: 6 microseconds each for a million, 14 for five, which fall out of the caches of the processor.
-    """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:  # other tests' memory does not count
-        times, peak = fresh.submit(search_millions, tmp_path).result()
-    assert peak < 700_000
-    assert times[250] < 4 * times[50]
-
-
-def search_millions(place):
-    """Processor seconds for each document by the number of pieces, and the most memory in KB."""
-    times = {}
-    for pieces in (50, 250):
-        work = place / str(pieces)
-        work.mkdir()
-        for piece in range(pieces):
-            write_signatures(work, 1, 20_000, seed=piece)
-            for kind in ("signatures", "keys", "order"):
-                if piece:
-                    (work / f"00000.{kind}").rename(work / f"{piece:05}.{kind}")
-            if piece == 0:
-                for kind in ("signatures", "keys", "order"):
-                    shutil.copy(work / f"00000.{kind}", work / f"first.{kind}")
-        for kind in ("signatures", "keys", "order"):
-            (work / f"first.{kind}").rename(work / f"00000.{kind}")
-        config = DataConfig(paths=("x",), folder=work / "out", workers=1, clean=CleanConfig(duplicates="near"))
-        began = time.process_time()
-        find_duplicates(config, work, [20_000] * pieces)
-        times[pieces] = (time.process_time() - began) / (pieces * 20_000)
-        assert np.fromfile(work / "dropped", np.bool_).sum() == pieces * 2000
-        shutil.rmtree(work)
-    return times, kilobytes()
+    """Of one worker; `python -m benchmarks prepare` times it."""
+    for piece in range(250):
+        sizes.write_signatures(tmp_path, piece, sizes.PIECE)
+    _, megabytes = sizes.in_fresh_process(sizes.search, tmp_path, 250)  # other tests' memory does not count
+    assert megabytes < sizes.MAX_MEGABYTES
 
 
 def test_shards_are_as_large_as_they_should_be(tmp_path, rows, monkeypatch):
