@@ -147,7 +147,7 @@ function draw(self, step) {
     values = { token, head: answer.head + 1, layer: step.layer + 1, ...answer.shape, n: window.total };
   self.title.textContent = step.kind.startsWith('a.') || step.kind.startsWith('c.') || step.kind.startsWith('m.') ? `${t('block', { n: step.layer + 1 })} · ${title}` : title;
   reserve(self, answer, values);
-  self.sentence.textContent = sentenceOf(self, step.kind, values);
+  self.sentence.textContent = sentenceOf(self, step, values);
   self.tokens.replaceChildren(
     tokenRow({ pieces, start: window.start, chosen: query, label: t('walkedToken'), pick: (i) => context.store.set({ query: i }) }),
   );
@@ -157,11 +157,17 @@ function draw(self, step) {
 }
 
 // what a step says of this model
-function sentenceOf({ context }, kind, values) {
-  const { walkSteps, embedSegments, labelSpan, memoryAlone } = context.words(),
-    { head, pair, segments } = context.model().plume,
-    other = { embed: segments > 0 && embedSegments, label: head === 'span' && labelSpan, memory: pair !== 'target' && memoryAlone }[kind];
-  return fill(other || walkSteps[kind][1], values);
+function sentenceOf({ context }, { kind, stack }, values) {
+  const words = context.words(),
+    { causal, head, pair, segments } = context.model().plume,
+    isMasked = stack ? stack === 'decoder' : causal;
+  const other = {
+    embed: segments > 0 && words.embedSegments,
+    'a.softmax': !isMasked && words.softmaxUnmasked,
+    label: head === 'span' && words.labelSpan,
+    memory: pair !== 'target' && words.memoryAlone,
+  }[kind];
+  return fill(other || words.walkSteps[kind][1], values);
 }
 
 // room for the longest sentence of this walk, so that nothing below moves from step to step
@@ -172,10 +178,11 @@ function reserve(self, { pieces }, values) {
   if (self.reserved === key) return;
   self.reserved = key;
   sentence.style.minHeight = '0';
-  const heights = [...new Set(steps.map((step) => step.kind))].map((kind) => {
-    sentence.textContent = sentenceOf(self, kind, { ...values, token });
-    return sentence.offsetHeight;
-  });
+  const said = new Set(steps.map((step) => sentenceOf(self, step, { ...values, token }))),
+    heights = Array.from(said, (text) => {
+      sentence.textContent = text;
+      return sentence.offsetHeight;
+    });
   sentence.style.minHeight = `${Math.max(...heights)}px`;
 }
 

@@ -115,6 +115,7 @@ export default {
 
   embedSegments: 'Each token adds up three rows: of the token table, the position table and the segment table (first or second text). A layer norm follows. Positions are added here, once.',
   labelSpan: 'The head turns the state of every token into two logits, one for the start and one for the end of the answer; a softmax over positions makes probabilities of them.',
+  softmaxUnmasked: 'The exponentials of each row, divided by their sum: weights that add up to one. There is no mask: every token attends to both sides.',
   memoryAlone: 'One vector per token, not one for the whole text. This model has no head: these vectors are its output.',
 
   introCause: 'What does the answer depend on? Click a head, an MLP or a position of the residual stream to replace it, and see the distribution change.',
