@@ -78,7 +78,9 @@ def test_two_models_side_by_side_have_room(browser, site, view, step):
     visit = Visit(browser, site)
     visit.open(view, text=TEXT, other="gpt", **({"step": step} if step else {}))
     if view == "cause":
-        cut = visit.page.locator(".effect-map").evaluate_all("all => all.map((map) => map.scrollWidth - map.clientWidth)")
+        cut = visit.page.locator(".effect-map").evaluate_all(
+            "all => all.map((map) => map.scrollWidth - map.clientWidth)"
+        )
         assert len(cut) == 2 and max(cut) <= 0
     else:
         sizes = visit.page.locator(".walk-controls .number").evaluate_all(
@@ -99,7 +101,9 @@ def test_a_chosen_button_keeps_the_focus(browser, site):
     page.locator(".token-row button").nth(2).focus()
     page.keyboard.press("Enter")
     visit.settle()
-    assert visit.state()["query"] == "2" and page.evaluate(LABEL) == page.locator(".token-row button").nth(2).inner_text()
+    assert (
+        visit.state()["query"] == "2" and page.evaluate(LABEL) == page.locator(".token-row button").nth(2).inner_text()
+    )
     visit.open("cause", text=TEXT)
     page.locator(".map button").nth(5).focus()
     name = page.evaluate(LABEL)
@@ -135,7 +139,7 @@ def test_the_boxes_of_runs_stay_while_figures_come(browser, site, runs):
 def test_generation_starts_however_late_its_view_is_loaded(browser, site):
     visit, held = Visit(browser, site), []
     visit.open("next", text="The robot", length=5)
-    visit.page.route("**/views/write.js", held.append)
+    visit.page.route("**/views/write.js", lambda route: held.append(route))
     visit.page.keyboard.press("Control+Enter")
     visit.until(lambda: held)
     with visit.page.expect_response("**/v1/completions"):
@@ -160,11 +164,19 @@ def test_contributions_and_kinds_are_offered_for_heads_only(browser, site):
 def test_the_walk_follows_the_token_that_the_head_reads(browser, site):
     visit = Visit(browser, site)
     chosen = visit.page.locator(".token-row [aria-pressed=true]")
-    for model, text, token in (("labels", TEXT, "[CLS]"), ("bert", "The [MASK] must", "[MASK]"), ("gpt", "The robot", "·robot")):
+    for model, text, token in (
+        ("labels", TEXT, "[CLS]"),
+        ("bert", "The [MASK] must", "[MASK]"),
+        ("gpt", "The robot", "·robot"),
+    ):
         visit.open("walk", model=model, text=text, step="b1.a.qkv")
         expect(chosen).to_have_text(token)
     visit.open("next", model="seq", text=TEXT, pair=PAIR, ready=".answers .row")
     assert chosen.inner_text() == visit.page.locator(".token-row button").last.inner_text() != "<|endoftext|>"
+    visit.open("walk", model="seq", text=TEXT, pair=PAIR, step="d:text")
+    expect(visit.page.locator(".walk-title")).to_have_text("Decoder · Text")
+    expect(visit.page.locator(".walk-text")).to_have_text(PAIR)
+    expect(visit.page.locator(".walk-formula")).to_contain_text(f"{len(PAIR)} characters")
     visit.open("walk", model="bare", text=TEXT, step="memory")
     expect(visit.page.locator(".walk-sentence")).to_contain_text("has no head")
     visit.open("walk", model="labels", text=TEXT, step="embed")

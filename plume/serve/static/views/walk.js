@@ -145,7 +145,8 @@ function draw(self, step) {
   const [title] = words().walkSteps[step.kind],
     token = visible(pieces[query - window.start] ?? '…'),
     values = { token, head: answer.head + 1, layer: step.layer + 1, ...answer.shape, n: window.total };
-  self.title.textContent = step.kind.startsWith('a.') || step.kind.startsWith('c.') || step.kind.startsWith('m.') ? `${t('block', { n: step.layer + 1 })} · ${title}` : title;
+  const block = /^[acm]\./.test(step.kind) ? t('block', { n: step.layer + 1 }) : '';
+  self.title.textContent = [step.stack ? t(step.stack) : '', block, title].filter(Boolean).join(' · ');
   reserve(self, answer, values);
   self.sentence.textContent = sentenceOf(self, step, values);
   self.tokens.replaceChildren(

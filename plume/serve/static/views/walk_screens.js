@@ -214,10 +214,10 @@ function added(vectors, kind, name) {
 // ---- the screens by step
 
 export const screens = {
-  text: ({ text, window, context }) => ({
-    formula: context.t('textFormula', { n: window.total, characters: [...text].length }),
-    picture: [h('p', { class: 'walk-text' }, text)],
-  }),
+  text({ text, stack, window, context }) {
+    const own = context.model().plume.pair === 'target' && stack === 'decoder' ? context.store.state.pair : text;
+    return { formula: context.t('textFormula', { n: window.total, characters: [...own].length }), picture: [h('p', { class: 'walk-text' }, own || '∅')] };
+  },
 
   tokens: ({ tokens, pieces, window, query, shape, context }) => ({
     formula: `${visible(pieces[query - window.start])} → ${context.t('id')} ${tokens[query - window.start]}      ${context.t('vocabularyOf', { n: shape.vocabulary, last: shape.vocabulary - 1 })}`,
