@@ -1,4 +1,4 @@
-"""The page stays as it is where it can: nothing moves, no focus is lost, no late module is missed; and answers have names."""
+"""The page is steady: nothing moves, no focus is lost, no late module is missed; and answers have their names."""
 
 import json
 
@@ -221,13 +221,21 @@ def test_figures_are_written_plainly(browser, site):
     visit.open(text=TEXT)
     script = """async () => {
         const { bar, clipped, fixed, percent, strip } = await import('/static/draw.js');
-        const rows = (count) => { const { width, height } = strip(new Float32Array(count)).querySelector('canvas'); return [height, width]; };
-        return { percents: [0.5, 6e-5, 1e-9, 0].map(percent), minus: fixed(-1.5), names: [clipped('<|endoftext|>', 12), clipped('robot', 12)],
-            strips: [64, 192, 768, 1600, 163].map(rows), none: [0, 0.1].map((p) => bar(p).firstChild.matches('[data-none]')) };
+        const rows = (count) => {
+            const { width, height } = strip(new Float32Array(count)).querySelector('canvas');
+            return [height, width];
+        };
+        return {
+            percents: [0.5, 6e-5, 1e-9, 0].map(percent),
+            minus: fixed(-1.5),
+            names: [clipped('<|endoftext|>', 12), clipped('robot', 12)],
+            strips: [64, 192, 768, 1600, 163].map(rows),
+            none: [0, 0.1].map((p) => bar(p).firstChild.matches('[data-none]')),
+        };
     }"""
     assert visit.page.evaluate(script) == {
         "percents": ["50.0 %", "0.006 %", "< 0.0001 %", "0 %"],
-        "minus": "−1.5" + "0",
+        "minus": "−1.50",
         "names": ["<|endoftext…", "robot"],
         "strips": [[1, 64], [2, 96], [6, 128], [10, 160], [2, 128]],
         "none": [True, False],
