@@ -344,14 +344,9 @@ function askForKey() {
 function onKey(event) {
   const inField = event.target.closest('textarea, input, select, dialog');
   const stop = () => event.preventDefault();
-  if (event.altKey && event.key === 'ArrowLeft') {
+  if (event.altKey && (event.key === 'ArrowLeft' || event.key === 'ArrowRight')) {
     stop();
-    history.back();
-    return;
-  }
-  if (event.altKey && event.key === 'ArrowRight') {
-    stop();
-    history.forward();
+    history.go(event.key === 'ArrowLeft' ? -1 : 1);
     return;
   }
   if ((event.ctrlKey || event.metaKey) && event.key === 'Enter') {
