@@ -159,13 +159,26 @@ def walk_view(view: View) -> dict[str, Any]:
     shape = {"width": config.width, "heads": config.heads, "head_width": config.head_width, "mlp": config.ffn_width,
              "vocabulary": config.vocab_size, "context": config.context, "norm": config.norm,
              "activation": config.activation, "embed_scale": seen.stacks[view.stack].embed.scale}  # fmt: skip
-    common = {"layer": asked.layer, "head": asked.head, "query": at, "shape": shape}
+    common = {"layer": asked.layer, "head": asked.head, "query": at, "shape": shape, "read_from": read_from(view)}
     if asked.layer < 0:
         return common | {"parts": embedding_parts(view, at)}
     if asked.layer < len(seen.stacks[view.stack].blocks):
         source = {"source_pieces": list((seen.source_pieces or ())[: asked.size])}
         return common | source | {"parts": block_parts(view, asked.layer, at)}
     return common | end_of_walk(view, at)
+
+
+def read_from(view: View) -> int:
+    """The position that a page shows first: where the head reads, the mask, or the last token of a causal stack."""
+    seen, (ids, _) = view.seen, tokens_of_stack(view.seen, view.stack)
+    kind = seen.model.kind
+    if view.stack == seen.stack and kind not in (*PER_POSITION, "bare"):
+        return summary_position(seen)
+    if seen.mask is not None and seen.mask in ids:
+        return ids.index(seen.mask)
+    if seen.stacks[view.stack].causal or seen.source is not None:
+        return len(ids) - 1
+    return int(seen.logits[:, 0].argmax()) if kind == "span" else min(1, len(ids) - 1)  # 0 is a special token
 
 
 def row(view: View, part: str, layer: int | None, at: int) -> dict[str, Any]:
@@ -267,7 +280,7 @@ def label_logits(view: View) -> torch.Tensor:
 
 def labels_view(view: View) -> dict[str, Any]:
     """What a fine-tuned head answers, and the row of tokens that it reads."""
-    return {"answers": answers(view), "row": view.asked.row}
+    return {"answers": answers(view), "row": view.asked.row, "read_from": read_from(view)}
 
 
 # ---- cause
@@ -290,16 +303,27 @@ def cause_view(view: View) -> dict[str, Any]:
 def compare(view: View, seen: Explanation, after: Explanation, position: int | None) -> dict[str, Any]:
     before_logits, after_logits = (x.logits if position is None else x.logits[position] for x in (seen, after))
     before_logits, after_logits = before_logits.reshape(-1), after_logits.reshape(-1)
-    p, q = before_logits.softmax(0), after_logits.softmax(0)
-    count = min(LISTED, len(p))
-    listed = list(dict.fromkeys([*p.topk(count).indices.tolist(), *q.topk(count).indices.tolist()]))
+    count = min(LISTED, len(before_logits))
+    listed = list(dict.fromkeys(i for x in (before_logits, after_logits) for i in x.topk(count).indices.tolist()))
+    if seen.model.kind == "span":  # each end is a distribution over positions
+        everywhere = [x.logits.softmax(0) for x in (seen, after)]
+        p, q = everywhere[0][position], everywhere[1][position]
+    else:
+        everywhere = [x.softmax(0) for x in (before_logits, after_logits)]
+        p, q = everywhere
+    is_score = len(before_logits) == 1  # no distribution
     rows = [
-        {"index": i, "name": answer_name(seen, i), "before": as_json(float(p[i])), "after": as_json(float(q[i])),
+        {"index": i, "name": answer_name(seen, i), "before": None if is_score else as_json(float(p[i])),
+         "after": None if is_score else as_json(float(q[i])),
          "logit_before": as_json(float(before_logits[i])), "logit_after": as_json(float(after_logits[i]))}
         for i in listed
     ]  # fmt: skip
-    divergence = float((p * (p.clamp_min(1e-30).log() - q.clamp_min(1e-30).log())).sum())
-    return {"rows": rows, "divergence": as_json(divergence)}
+    return {"rows": rows, "divergence": None if is_score else as_json(divergence(*everywhere))}
+
+
+def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
+    """Kullback-Leibler divergence in nats; of several distributions, the sum."""
+    return float((p * (p.clamp_min(1e-30).log() - q.clamp_min(1e-30).log())).sum())
 
 
 def target_of(view: View, target: Any) -> dict[str, Any]:

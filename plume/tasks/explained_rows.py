@@ -97,7 +97,7 @@ def page_fields(config: ModelConfig, head: str, folder: Path | None, tokenizer: 
     heads = {"span": "context", "choose": "choices", "similarity": "pair", "classify": "pair" if task == "pair" else ""}
     prompt = section(section(info, "recipe"), "train").get("sample_prompt")
     pair = "target" if config.decoder_layers else heads.get(head, "")
-    stack = {"norm": config.norm, "decoder_layers": config.decoder_layers}
+    stack = {"norm": config.norm, "decoder_layers": config.decoder_layers, "segments": config.segments}
     is_lesson = head == "next-token" and not pair and reads_english(tokenizer)
     prompts = [*([LESSON] if is_lesson else []), *([prompt] if prompt else [])]
     return {"pair": pair, "prompts": prompts, "first_view": "attention" if is_lesson else "next", **stack}

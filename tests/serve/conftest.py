@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from running import Running, run_server, tiny
-from visit import CHROMIUM, EVIL, FLAGS, Visit
+from visit import CHROMIUM, EVIL, FLAGS, LIMIT, Visit
 
 from plume.config import EngineConfig, ServeConfig, TokenizerConfig
 from plume.text import load_tokenizer
@@ -95,6 +95,7 @@ def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need the package playwright")
     if CHROMIUM is None:
         pytest.skip("needs Chromium; Debian's package chromium would do")
+    playwright.expect.set_options(timeout=LIMIT)
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield browser

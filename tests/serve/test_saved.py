@@ -176,7 +176,7 @@ def test_every_view_opens_from_disk(pages):
     for _ in range(2 * 16 + 3 + 3):
         page.keyboard.press("ArrowRight")
         visit.settle()
-    playwright.expect(page.locator(".walk-title")).to_have_text("the next token")
+    playwright.expect(page.locator(".walk-title")).to_have_text("The next token")
     page.locator("#tabs [data-view=write]").click()
     page.locator(".controls .primary").click()
     page.locator(".made").nth(5).wait_for()

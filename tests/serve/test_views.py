@@ -230,7 +230,6 @@ def ask_for_merges(visit):
 
 def ask_for_expectations(visit):
     visit.page.locator(".mark").nth(3).click()
-    visit.page.wait_for_timeout(300)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +244,7 @@ def test_a_late_answer_does_not_replace_what_is_said_of_another_view(visit, view
     visit.open(view, text="The robot must obey")
     hold(visit, endpoint, held, lambda request: within in request.post_data)
     ask(visit)
+    visit.until(lambda: held)
     visit.page.get_by_role("tab", name="Write", exact=True).click()
     visit.page.wait_for_selector(READY["write"])
     said = visit.page.inner_text("#side")
@@ -257,11 +257,10 @@ def test_a_view_that_loads_late_does_not_replace_the_one_chosen_after_it(visit):
     visit.open("next")
     hold(visit, "**/views/layers.js", held)
     visit.page.get_by_role("tab", name="Layers", exact=True).click()
-    visit.page.wait_for_timeout(300)
+    visit.until(lambda: held)
     visit.page.get_by_role("tab", name="Tokens", exact=True).click()
     visit.page.wait_for_selector(READY["tokens"])
     let_go(visit, held, "**/views/layers.js")
-    visit.page.wait_for_timeout(300)
     assert held and visit.page.locator(READY["tokens"]).first.is_visible()
 
 
@@ -269,10 +268,9 @@ def test_a_text_written_while_the_page_begins_is_kept(visit):
     held = []
     hold(visit, "**/v1/completions", held)
     visit.page.goto(f"{visit.site.url}/#model=gpt&view=next")
-    while not held:
-        visit.page.wait_for_timeout(20)
+    visit.until(lambda: held)
     visit.page.fill("#text", "The robot obeys")
-    visit.page.wait_for_timeout(400)
+    visit.page.wait_for_function("() => location.hash.includes('The+robot+obeys')")
     let_go(visit, held, "**/v1/completions")
     visit.page.wait_for_selector(READY["next"])
     expect(visit.page.locator("#text")).to_have_value("The robot obeys")
@@ -282,13 +280,12 @@ def test_a_text_written_while_another_model_is_awaited_is_kept(visit):
     held = []
     visit.open("next", text="The robot")
     visit.page.fill("#text", "")
-    visit.page.wait_for_timeout(400)
+    visit.settle()
     hold(visit, "**/v1/completions", held)
     visit.page.select_option("#model", EVIL)
-    while not held:
-        visit.page.wait_for_timeout(20)
+    visit.until(lambda: held)
     visit.page.fill("#text", "it obeys")
-    visit.page.wait_for_timeout(400)
+    visit.page.wait_for_function("() => location.hash.includes('it+obeys')")
     let_go(visit, held, "**/v1/completions")
     expect(visit.page.locator("#text")).to_have_value("it obeys")
 

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import parse_qsl, urlencode
 
@@ -14,6 +15,11 @@ TEXT = "The robot must obey </script><b>human beings</b> because it"
 VIEWS = (
     *("next", "write", "walk", "attention", "layers", "cause", "attribution", "surprise", "masks", "tokens", "runs"),
 )
+LIMIT = 120_000  # milliseconds that a condition may take on a machine that does much else
+SETTLED = """() => {
+    const view = document.querySelector('#view');
+    return view?.getAttribute('aria-busy') === 'false' && view.dataset.shown === location.hash;
+}"""
 READY = {
     "next": ".candidates .row",
     "write": ".controls .primary",
@@ -36,7 +42,7 @@ class Visit:
         self.site = site
         self.context = browser.new_context(**{"viewport": {"width": 1200, "height": 800}, "locale": "en-US"} | options)
         self.page = self.context.new_page()
-        self.page.set_default_timeout(45_000)
+        self.page.set_default_timeout(LIMIT)
         self.wrong: list[str] = []
         self.allow = ""
         self.page.on("console", lambda m: self.wrong.append(m.text) if m.type in ("error", "warning") else None)
@@ -52,16 +58,24 @@ class Visit:
         self, view: str = "next", *, model: str = "gpt", text: str = TEXT, ready: str | None = None, **state: object
     ) -> "Visit":
         self.page.goto(f"{self.site.url}/#{urlencode({'view': view, 'model': model, 'text': text, **state})}")
+        self.settle()
         self.page.wait_for_selector(READY[view] if ready is None else ready)
-        self.page.wait_for_function("() => !document.querySelector('.waiting')")
         return self
 
     def state(self) -> dict[str, str]:
         return dict(parse_qsl(self.page.evaluate("location.hash").lstrip("#")))
 
     def settle(self) -> None:
-        self.page.wait_for_timeout(80)
-        self.page.wait_for_function("() => !document.querySelector('.waiting')")
+        """Until the page shows what its address says, and has asked and drawn all that belongs to it."""
+        self.page.wait_for_function(SETTLED)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Until something outside of the page is so; the browser's events are handled meanwhile."""
+        for _ in range(LIMIT // 20):
+            if condition():
+                return
+            self.page.wait_for_timeout(20)
+        raise AssertionError("the condition was not met in time")
 
     def close(self) -> None:
         self.context.close()

@@ -4,29 +4,21 @@ import { createApi } from './api.js';
 import { createStore, explained, FRESH, kept } from './store.js';
 import { fixed, h, save } from './draw.js';
 import { beginning, lesson, ownWords } from './beginning.js';
+import { createBusy, keepFocus } from './busy.js';
 import { createTours } from './tours.js';
 import en from './words/en.js';
 import * as compare from './views/compare.js';
 import * as next from './views/next.js';
 
-const VIEWS = {
-  next,
-  write: null,
-  walk: null,
-  attention: null,
-  layers: null,
-  cause: null,
-  attribution: null,
-  surprise: null,
-  masks: null,
-  tokens: null,
-  runs: null,
-};
+const LATER = ['write', 'walk', 'attention', 'layers', 'cause', 'attribution', 'surprise', 'masks', 'tokens', 'runs'],
+  VIEWS = { next, ...Object.fromEntries(LATER.map((name) => [name, null])) }; // the others are loaded when they are shown
 const WAIT = 150;
 
 const $ = (id) => document.getElementById(id);
 const store = createStore(),
-  api = createApi();
+  busy = createBusy($('view'), () => store.address),
+  loaded = busy.begin(),
+  api = busy.watch(createApi());
 for (const name of Object.keys(VIEWS)) if (api.views && !api.views.includes(name)) delete VIEWS[name]; // a saved page has fewer
 let words = en,
   models = [],
@@ -34,7 +26,7 @@ let words = en,
   lastAnswer = null,
   facts = {},
   asked = null, // the first screen's question, where it has one
-  typing = 0,
+  typing = null, // the timer that awaits the next key, and what ends the waiting
   typedAt = 0;
 
 const t = (name, values = {}) => String(words[name] ?? name).replace(/\{(\w+)\}/g, (_, key) => values[key] ?? '');
@@ -105,7 +97,11 @@ async function viewModule(name) {
   return VIEWS[name];
 }
 
-async function showView() {
+function showView() {
+  return busy.during(drawView);
+}
+
+async function drawView() {
   const name = store.state.view in VIEWS ? store.state.view : 'next',
     split = Boolean(store.state.other) && name !== 'runs' && name !== 'write';
   const module = await viewModule(name);
@@ -232,12 +228,16 @@ function showRows(count) {
 
 function typed() {
   fit();
-  clearTimeout(typing);
-  typing = setTimeout(() => {
+  clearTimeout(typing?.timer);
+  const end = typing?.end ?? busy.begin();
+  const timer = setTimeout(() => {
     const push = Date.now() - typedAt > 1500;
     typedAt = Date.now();
     store.set({ ...FRESH, text: $('text').value, pair: $('pair').value }, { push });
+    typing = null;
+    end();
   }, WAIT);
+  typing = { timer, end };
 }
 
 // ---- header, keys, exports
@@ -344,20 +344,17 @@ function askForKey() {
 function onKey(event) {
   const inField = event.target.closest('textarea, input, select, dialog');
   const stop = () => event.preventDefault();
-  if (event.altKey && event.key === 'ArrowLeft') {
+  if (event.altKey && (event.key === 'ArrowLeft' || event.key === 'ArrowRight')) {
     stop();
-    history.back();
-    return;
-  }
-  if (event.altKey && event.key === 'ArrowRight') {
-    stop();
-    history.forward();
+    history.go(event.key === 'ArrowLeft' ? -1 : 1);
     return;
   }
   if ((event.ctrlKey || event.metaKey) && event.key === 'Enter') {
     stop();
     store.set({ view: 'write' }, { push: true });
-    setTimeout(() => shown.module.key?.(shown.handle, 'Start'), 60);
+    showView().then(() => {
+      if (store.state.view === 'write') shown.module.key?.(shown.handle, 'Start');
+    });
     return;
   }
   if (event.key === 'Escape') {
@@ -488,6 +485,7 @@ async function begin() {
 
 document.documentElement.style.colorScheme = kept('localStorage', 'plume-theme') ?? '';
 wire();
+keepFocus($('view'));
 $('text').value = store.state.text;
 await speak(kept('localStorage', 'plume-language') ?? (navigator.language.startsWith('zh') ? 'zh' : 'en'));
 fit();
@@ -495,3 +493,4 @@ await begin();
 if (store.state.view === 'walk') $('view').focus({ preventScroll: true }); // so that the arrow keys step at once
 else if (matchMedia('(pointer: fine)').matches) $('text').focus();
 $('text').setSelectionRange($('text').value.length, $('text').value.length);
+loaded();

@@ -35,14 +35,15 @@ export function percent(p) {
   if (!(p > 0)) return p === 0 ? '0 %' : '–';
   const x = 100 * p;
   if (x >= 99.995) return '100 %';
-  return x >= 0.01 ? `${x.toFixed(x >= 10 ? 1 : 2)} %` : `${x.toExponential(0)} %`;
+  if (x >= 0.01) return `${x.toFixed(x >= 10 ? 1 : 2)} %`;
+  return x >= 0.0001 ? `${Number(x.toPrecision(1))} %` : '< 0.0001 %';
 }
-export const fixed = (x, digits = 2) => (x === null || !Number.isFinite(x) ? '–' : x.toFixed(digits));
+export const fixed = (x, digits = 2) => (x === null || !Number.isFinite(x) ? '–' : x.toFixed(digits).replace('-', '−'));
 export const short = (n) =>
   n >= 1e9 ? `${(n / 1e9).toFixed(1)}B` : n >= 1e6 ? `${(n / 1e6).toFixed(1)}M` : n >= 1e4 ? `${(n / 1e3).toFixed(0)}k` : String(n);
 
 export function bar(p, kind = '') {
-  return h('span', { class: `track ${kind}` }, h('span', { class: 'fill', style: { width: `${Math.min(100, 100 * p)}%` } }));
+  return h('span', { class: `track ${kind}` }, h('span', { class: 'fill', 'data-none': !p, style: { width: `${Math.min(100, 100 * p)}%` } }));
 }
 
 // buttons of which one is pressed: what the state holds under this name
@@ -158,9 +159,19 @@ export function paint(canvas, rows, columns, value, { isSigned = false } = {}) {
 export const largest = (...vectors) => vectors.reduce((top, vector) => vector.reduce((m, x) => (Number.isFinite(x) ? Math.max(m, Math.abs(x)) : m), top), 1e-9);
 export const signedNumber = (x, digits = 4) => (x === -Infinity ? '−∞' : `${x < 0 ? '−' : ''}${Math.abs(x).toFixed(digits)}`);
 
+// as long as the screen takes, and such that all rows are full where possible
+function rowLength(count) {
+  if (count <= 160) return count;
+  for (let wide = 160; wide >= 64; wide--) if (count % wide === 0) return wide;
+  return 128;
+}
+
+// a name that fits on the edge of a picture
+export const clipped = (name, most) => (name.length > most ? `${name.slice(0, most - 1)}…` : name);
+
 // a whole vector, every number a cell, in rows of `columns`; hovering gives index and value. Its numbers are on the element
 export function strip(values, { top, columns, cell: given, label = '', chosen } = {}) {
-  const wide = columns ?? (values.length > 160 ? 128 : values.length),
+  const wide = columns ?? rowLength(values.length),
     rows = Math.ceil(values.length / wide),
     cell = given ?? Math.max(4, Math.min(14, Math.floor(520 / wide))),
     tall = rows > 1 ? 9 : 14,
@@ -200,7 +211,7 @@ export function heat({ data, rows, columns, rowNames = [], columnNames = [], isS
   const canvas = paint(h('canvas'), rows, columns, (i, j) => (data[i * columns + j] === -Infinity ? -Infinity : data[i * columns + j] / most), { isSigned });
   Object.assign(canvas.style, { position: 'absolute', left: `${left}px`, top: `${above}px`, width: `${columns * size}px`, height: `${rows * size}px` });
   const skip = Math.ceil(11 / size),
-    words = (name, i, attributes) => (i % skip ? null : s('text', { class: 'word', ...attributes }, name.slice(0, 14)));
+    words = (name, i, attributes) => (i % skip ? null : s('text', { class: 'word', ...attributes }, clipped(name, 14)));
   const svg = s(
     'svg',
     { width: left + columns * size, height: above + rows * size },
@@ -256,7 +267,7 @@ export function matrix({ data, pieces, keys = pieces, width, on, pick, query }) 
   const canvas = paint(h('canvas'), rows, columns, (i, j) => data[i * columns + j]);
   Object.assign(canvas.style, { width: `${wide}px`, height: `${high}px`, position: 'absolute', left: `${left}px`, top: `${above}px` });
   const skip = Math.ceil(11 / cell),
-    cut = (piece) => visible(piece).slice(0, 12),
+    cut = (piece) => clipped(visible(piece), 12),
     middle = (i) => (i + 0.5) * cell;
   const sides = pieces.map((piece, i) =>
     i % skip ? null : s('text', { class: 'word', x: left - 6, y: above + middle(i) + 4, 'text-anchor': 'end' }, cut(piece)),
@@ -349,7 +360,7 @@ export function arcs({ data, pieces, keys = pieces, width, on, pick, query }) {
         },
         onclick: side ? undefined : () => pick(i),
       },
-      visible(piece).slice(0, 14),
+      clipped(visible(piece), 14),
     );
   show(resting);
   return s(

@@ -33,6 +33,14 @@ export function tokenRow({ pieces, start = 0, chosen, pick, label, note }) {
   );
 }
 
+// what an answer is called: a token, a label, an end of a span with the token that stands there, or a choice
+export function answerName({ t, model, store }, { name, position }, i, piece) {
+  const { plume } = model();
+  if (plume.head === 'span') return piece === undefined ? t(`span_${name}`) : `${t(`span_${name}`)}: ${visible(piece)}`;
+  if (plume.head === 'choose') return store.state.pair.split('\n').filter((line) => line.trim())[i] ?? name;
+  return plume.predicts || plume.pair === 'target' ? visible(name) : name;
+}
+
 // answers with their probabilities, of which one is explained
 export function answerList({ rows, chosen, pick, label }) {
   return h(
@@ -42,7 +50,7 @@ export function answerList({ rows, chosen, pick, label }) {
       h(
         pick ? 'button' : 'div',
         { class: 'row', ...(pick ? { type: 'button', 'aria-pressed': index === chosen, onclick: () => pick(index) } : {}) },
-        h('span', { class: 'token' }, visible(name)),
+        h('span', { class: 'token', title: name }, name),
         bar(probability ?? 0),
         h('span', { class: 'number' }, probability === null ? fixed(logit, 3) : percent(probability)),
       ),

@@ -69,7 +69,8 @@ export function format(state) {
 }
 
 export function createStore() {
-  let state = parse(location.hash);
+  let state = parse(location.hash),
+    shown = location.hash;
   const asked = new URLSearchParams(location.search).get('text');
   if (asked !== null && !state.text) state.text = asked;
   const listeners = new Set();
@@ -78,12 +79,17 @@ export function createStore() {
   window.addEventListener('popstate', () => {
     const before = state;
     state = parse(location.hash);
+    shown = location.hash;
     tell(Object.keys(DEFAULTS).filter((name) => before[name] !== state[name]));
   });
 
   return {
     get state() {
       return state;
+    },
+    // the address that this state came from or went to
+    get address() {
+      return shown;
     },
     listen(listener) {
       listeners.add(listener);
@@ -97,6 +103,7 @@ export function createStore() {
       const address = location.pathname + format(state);
       if (push) history.pushState(null, '', address);
       else history.replaceState(null, '', address);
+      shown = location.hash;
       tell(changed);
     },
   };

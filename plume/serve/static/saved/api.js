@@ -292,7 +292,7 @@ function createAnswers({ entry, config, offsets, tokenizer: definition }, block)
       const at = Math.min(query, cache.ids.length - 1),
         vector = (data) => ({ shape: [data.length], data }),
         shape = { width, heads, head_width: size, mlp: config.mlp, vocabulary, context, norm: config.post ? 'post' : 'pre', activation: config.activation, embed_scale: config.embed_scale };
-      const common = { layer, head, query: at, shape };
+      const common = { layer, head, query: at, shape, read_from: cache.ids.length - 1 };
       if (layer < 0) {
         const { token, place, embedding } = model.embed(cache.ids[at], at);
         return { ...common, parts: { token_rows: vector(token), position_rows: vector(place), embedding: vector(embedding) } };

@@ -1,7 +1,7 @@
 // Attribution: how much each token counts for an answer, by integrated gradients or gradient times input.
 
 import { choice, h, largest, onSigned, press, signedNumber, signedShade, visible } from '../draw.js';
-import { answerList, ask, joined, tokenRow, words, wordSums } from '../parts.js';
+import { answerList, answerName, ask, joined, tokenRow, words, wordSums } from '../parts.js';
 import { legend } from './walk.js';
 
 export function mount(root, context) {
@@ -58,6 +58,7 @@ function draw(self) {
   const { context, answer } = self,
     { t, store } = context,
     { attribution, source, target, pieces, starts, window } = answer,
+    token = answerName(context, target, store.state.row),
     byWord = store.state.group === 'words',
     own = attribution.scores.slice(window.start, window.start + window.size),
     top = largest(attribution.scores, attribution.source_scores ?? []);
@@ -68,15 +69,15 @@ function draw(self) {
         { class: 'mark signed', tabindex: 0, 'data-value': scores[i], style: { background: signedShade(scores[i] / top), color: onSigned(scores[i] / top) } },
         piece === '\n' ? '⏎\n' : piece,
       );
-      return context.why(span, () => [h('h2', { class: 'mono' }, visible(piece)), h('pre', {}, `${signedNumber(scores[i])}`), h('p', { class: 'muted' }, t('scoreOf', { token: visible(target.name) }))]);
+      return context.why(span, () => [h('h2', { class: 'mono' }, visible(piece)), h('pre', {}, `${signedNumber(scores[i])}`), h('p', { class: 'muted' }, t('scoreOf', { token }))]);
     });
   const groups = words(starts),
     shown = byWord ? spans(joined(pieces, groups), wordSums(own, groups)) : spans(pieces, own);
   self.text.replaceChildren(...(source ? [h('p', {}, h('small', { class: 'muted' }, t('source')), h('br'), spans(source.pieces, attribution.source_scores)), h('small', { class: 'muted' }, t('target'))] : []), h('p', {}, shown));
   self.sums.textContent =
     attribution.method === 'gradient_x_input'
-      ? `Σ = ${signedNumber(attribution.total)}      ${t('logitOf', { token: visible(target.name) })} = ${signedNumber(attribution.logit)}`
-      : `Σ = ${signedNumber(attribution.total)}\n${t('logitOf', { token: visible(target.name) })} − ${t('logitOfBaseline')} = ${signedNumber(attribution.logit)} − ${signedNumber(attribution.baseline)} = ${signedNumber(attribution.logit - attribution.baseline)}      (${t('integrationSteps', { n: attribution.steps })})`;
+      ? `Σ = ${signedNumber(attribution.total)}      ${t('logitOf', { token })} = ${signedNumber(attribution.logit)}`
+      : `Σ = ${signedNumber(attribution.total)}\n${t('logitOf', { token })} − ${t('logitOfBaseline')} = ${signedNumber(attribution.logit)} − ${signedNumber(attribution.baseline)} = ${signedNumber(attribution.logit - attribution.baseline)}      (${t('integrationSteps', { n: attribution.steps })})`;
   self.sums.dataset.total = attribution.total;
   self.positions.replaceChildren(
     target.position === null
@@ -87,7 +88,8 @@ function draw(self) {
 
 function drawAnswers(self) {
   const { context, options } = self,
-    rows = options.rows.map(({ index, name, before }) => ({ index, name, probability: before }));
+    { store } = context,
+    rows = options.rows.map((row) => ({ index: row.index, name: answerName(context, row, store.state.row), probability: row.before, logit: row.logit_before }));
   self.answers.replaceChildren(
     answerList({ rows, chosen: options.target.index, pick: (index) => context.store.set({ index }), label: context.t('explainedAnswer') }),
   );

@@ -1,7 +1,7 @@
 // Cause: what changes when a head, an MLP or the residual stream is set to zero, to its mean, or to its value in another text.
 
-import { bar, choice, fixed, h, largest, onSigned, percent, press, signedNumber, signedShade, visible } from '../draw.js';
-import { ask, tokenRow } from '../parts.js';
+import { bar, choice, clipped, fixed, h, largest, onSigned, percent, press, signedNumber, signedShade, visible } from '../draw.js';
+import { answerName, ask, tokenRow } from '../parts.js';
 import { legend } from './walk.js';
 
 const LETTERS = { head: 'h', cross_head: 'c', mlp: 'm', residual: 'r' },
@@ -35,6 +35,7 @@ export function mount(root, context) {
     onchange: () => store.set({ patch: patch.value }),
   });
   const tokens = h('div'),
+    title = h('h2'),
     map = h('div', { class: 'effect-map scroll' }),
     edits = h('div', { class: 'edits' }),
     shift = h('div');
@@ -42,10 +43,10 @@ export function mount(root, context) {
     h('div', { class: 'controls' }, groups),
     patch,
     tokens,
-    h('div', { class: 'cause' }, h('div', {}, h('h2', {}, t('mapTitle')), map), h('div', {}, h('h2', {}, t('shiftTitle')), edits, shift)),
+    h('div', { class: 'cause' }, h('div', {}, title, map), h('div', {}, h('h2', {}, t('shiftTitle')), edits, shift)),
   );
   context.side(h('p', {}, t('introCause')), h('p', { class: 'muted' }, t('introCause2')), legend(t));
-  return { root, context, groups, patch, tokens, map, edits, shift };
+  return { root, context, groups, patch, tokens, title, map, edits, shift };
 }
 
 export function unmount(self) {
@@ -67,6 +68,10 @@ export function update(self, state) {
     { plume } = model;
   press(self.groups, state);
   self.groups[1].querySelector('[data-value-is=cross_head]').hidden = plume.pair !== 'target';
+  const byHead = state.part === 'head' || state.part === 'cross_head';
+  self.groups[2].hidden = !byHead; // positions have no contribution and no kind
+  self.groups[2].querySelector('[data-value-is=kind]').hidden = state.part !== 'head';
+  self.title.textContent = context.t(`map_${mapOf(state)}`);
   self.patch.hidden = state.value !== 'patch';
   if (document.activeElement !== self.patch) self.patch.value = state.patch;
   if (plume.head === 'bare') {
@@ -81,10 +86,10 @@ export function update(self, state) {
     how = { value: state.value, ...(state.value === 'patch' ? { other: state.patch } : {}) };
   ask(self, 'kinds', self.map, { view: 'kinds' }, (answer) => {
     self.kinds = answer;
-    if (self.effects) drawMap(self);
+    redraw(self);
   });
   ask(self, 'effects', self.map, { ...target, ...how, view: 'effects', part: state.part }, (answer) => {
-    self.effects = answer;
+    self.effects = { ...answer, part: state.part };
     context.report({ count: answer.window.total, context: plume.context, ms: answer.ms });
     drawTokens(self);
     drawMap(self);
@@ -100,7 +105,12 @@ export function update(self, state) {
     drawShift(self);
   });
   drawEdits(self);
-  if (self.effects) drawMap(self);
+  redraw(self);
+}
+
+// the map, unless another part is awaited
+function redraw(self) {
+  if (self.effects?.part === self.context.store.state.part) drawMap(self);
 }
 
 function drawTokens(self) {
@@ -108,7 +118,7 @@ function drawTokens(self) {
     { pieces, window, target } = effects,
     { t } = context;
   self.tokens.replaceChildren(
-    h('p', { class: 'muted' }, t('targetIs', { token: visible(target.name), position: target.position === null ? '' : t('atPosition', { n: target.position + 1 }), logit: fixed(target.logit, 3) })),
+    h('p', { class: 'muted' }, t('targetIs', { token: answerName(context, target, context.store.state.row), position: target.position === null ? '' : t('atPosition', { n: target.position + 1 }), logit: fixed(target.logit, 3) })),
     tokenRow({
       pieces,
       start: window.start,
@@ -127,14 +137,19 @@ function toggle(self, layer, item) {
   store.set({ edits: (all.includes(code) ? all.filter((one) => one !== code) : [...all, code]).join('~') }, { push: true });
 }
 
+// what the map shows: contributions are of heads, kinds of the heads of self-attention
+function mapOf({ map, part }) {
+  return (map === 'contribution' && (part === 'head' || part === 'cross_head')) || (map === 'kind' && part === 'head') ? map : 'effect';
+}
+
 // layers down; heads or positions across; each cell a button with its figure
 function drawMap(self) {
   const { context, effects } = self,
     { state } = context.store,
     { t } = context,
     byHead = state.part === 'head' || state.part === 'cross_head',
-    named = byHead && state.map === 'kind' && state.part === 'head',
-    shares = byHead && state.map === 'contribution' && effects.heads,
+    named = mapOf(state) === 'kind',
+    shares = mapOf(state) === 'contribution' && effects.heads,
     values = named ? effects.effect : shares ? effects.heads : effects.effect,
     window = effects.window,
     from = byHead ? 0 : window.start,
@@ -161,12 +176,12 @@ function drawMap(self) {
     );
     return context.why(button, () => about(self, layer, item, byHead));
   };
-  const name = (layer) => (state.part === 'residual' ? (layer === 0 ? t('embedding') : t('afterLayer', { n: layer })) : t('layer', { n: layer + 1 }));
+  const name = (layer) => (state.part === 'residual' ? (layer === 0 ? t('embedding') : t('behindLayer', { n: layer })) : t('layer', { n: layer + 1 }));
   self.map.replaceChildren(
     h(
       'table',
       { class: 'map' },
-      h('thead', {}, h('tr', {}, h('th', {}, t('layers')), columns.map((_, i) => h('th', {}, byHead ? i + 1 : visible(effects.pieces[i]).slice(0, 8))))),
+      h('thead', {}, h('tr', {}, h('th', {}, t('layers')), columns.map((_, i) => h('th', {}, byHead ? i + 1 : clipped(visible(effects.pieces[i]), 8))))),
       h(
         'tbody',
         {},
@@ -223,13 +238,13 @@ function drawShift(self) {
         'data-after': logit_after,
         onclick: () => store.set({ index }),
       },
-      h('span', { class: 'token' }, visible(name)),
-      h('span', { class: 'both' }, bar(before, 'before'), bar(after)),
-      h('span', { class: 'number' }, `${percent(before)} → ${percent(after)}`),
+      h('span', { class: 'token' }, answerName(context, { name }, store.state.row)),
+      h('span', { class: 'both' }, before === null ? '' : [bar(before, 'before'), bar(after)]),
+      h('span', { class: 'number' }, before === null ? `${fixed(logit_before, 3)} → ${fixed(logit_after, 3)}` : `${percent(before)} → ${percent(after)}`),
     ),
   );
   self.shift.replaceChildren(
     h('div', { class: 'list answers wide' }, rows),
-    h('p', { class: 'muted' }, t('divergence', { x: fixed(answer.divergence, 4) })),
+    answer.divergence === null ? '' : h('p', { class: 'muted' }, t('divergence', { x: fixed(answer.divergence, 4) })),
   );
 }

@@ -1,7 +1,7 @@
 // Next: the ten likeliest tokens; sliders redraw from the logits of the first 200 and the log-sums of the rest.
 
 import { bar, fixed, h, percent, token, visible } from '../draw.js';
-import { answerList, ask, tokenRow } from '../parts.js';
+import { answerList, answerName, ask, tokenRow } from '../parts.js';
 import { subject } from '../store.js';
 
 const SHOWN = 10;
@@ -102,16 +102,19 @@ function answers(self, state) {
     self.rows.replaceChildren();
     return;
   }
-  const at = Math.max(0, state.query),
-    body = plume.predicts || plume.pair === 'target' ? { view: 'walk', layer: plume.decoder_layers || plume.layers, query: at } : { view: 'labels', query: at };
+  const body = plume.predicts || plume.pair === 'target' ? { view: 'walk', layer: plume.decoder_layers || plume.layers } : { view: 'labels' };
   self.asked_answers ??= { context };
-  ask(self.asked_answers, 'answers', self.rows, { ...body, size: 128 }, (answer) => {
-    const { pieces, window, candidates } = answer;
+  const askAt = (at) => ask(self.asked_answers, 'answers', self.rows, { ...body, query: at, size: 128 }, (answer) => {
+    const { pieces, window, candidates, read_from: from } = answer;
+    if (context.store.state.query < 0 && from !== at) {
+      askAt(from); // the first answer tells where the head reads
+      return;
+    }
     context.report({ count: window.total, context: plume.context, ms: answer.ms });
     const perToken = Boolean(candidates) || plume.head === 'tag',
       rows = candidates
-        ? candidates.pieces.map((name, i) => ({ index: candidates.tokens[i], name, probability: candidates.probabilities[i] }))
-        : answer.answers.map((row, index) => ({ index, ...row, name: row.position === undefined ? row.name : `${t(`span_${row.name}`)} · ${pieces[row.position - window.start] ?? row.position}` }));
+        ? candidates.pieces.map((name, i) => ({ index: candidates.tokens[i], name: visible(name), probability: candidates.probabilities[i] }))
+        : answer.answers.map((row, index) => ({ index, ...row, name: answerName(context, row, index, pieces[row.position - window.start]) }));
     self.rows.replaceChildren(
       h('h2', {}, t(plume.pair === 'target' ? 'readTarget' : 'readTokens', { n: window.total })),
       tokenRow({ pieces, start: window.start, chosen: perToken ? at : -1, label: t('tokens'), pick: (i) => context.store.set({ query: i }) }),
@@ -120,6 +123,7 @@ function answers(self, state) {
     );
     context.side(h('p', {}, t(candidates ? 'introFills' : 'introAnswers')), h('p', { class: 'muted' }, t('introAnswers2')));
   });
+  askAt(Math.max(0, state.query));
 }
 
 export function key(self, pressed) {

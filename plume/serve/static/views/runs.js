@@ -88,42 +88,53 @@ async function read(self) {
 }
 
 function drawNames(self) {
-  const { t, store } = self.context,
+  const { t } = self.context,
     on = chosen(self);
   if (!self.runs.length) {
+    self.listed = '';
     self.names.replaceChildren();
     self.charts.replaceChildren(h('p', { class: 'empty' }, t('noRuns')));
     return;
   }
-  self.names.replaceChildren(
-    ...self.runs.map((run) => {
-      const place = on.indexOf(run.name);
-      const box = h('input', {
-        type: 'checkbox',
-        checked: place >= 0,
-        onchange: () => store.set({ runs: (place >= 0 ? on.filter((name) => name !== run.name) : [...on, run.name]).join('~') || '~' }), // '~' is none
-      });
-      const age =
-        run.age < 120 ? `${Math.round(run.age)} s` : run.age < 7200 ? `${Math.round(run.age / 60)} min` : `${Math.round(run.age / 3600)} h`;
-      const notes = [
-        run.running ? t('live') : t('finished', { step: run.step ?? 0 }),
-        run.running && run.age > STALLED && t('stalled', { time: age }),
-        run.restarts > 0 && t('restarted', { n: run.restarts }),
-      ].filter(Boolean);
-      return h(
-        'label',
-        {},
-        box,
-        h(
-          'span',
-          {},
-          place >= 0 ? h('i', { class: `chip c${place}` }) : null,
-          ` ${run.name}`,
-          h('small', { class: run.running ? 'live' : '' }, notes.join(' · ')),
-        ),
-      );
-    }),
-  );
+  const names = self.runs.map((run) => run.name).join('~');
+  if (self.listed !== names) {
+    self.listed = names; // the boxes stay while figures come, so that none is replaced under a pointer or a focus
+    self.rows = new Map(self.runs.map((run) => [run.name, runRow(self, run.name)]));
+    self.names.replaceChildren(...Array.from(self.rows.values(), (row) => row.label));
+  }
+  for (const run of self.runs) {
+    const { box, chip, note } = self.rows.get(run.name),
+      place = on.indexOf(run.name);
+    box.checked = place >= 0;
+    chip.className = place >= 0 ? `chip c${place}` : '';
+    note.className = run.running ? 'live' : '';
+    note.textContent = noteOf(self, run);
+  }
+}
+
+function runRow(self, name) {
+  const { store } = self.context,
+    box = h('input', { type: 'checkbox', onchange: () => toggle() }),
+    chip = h('i'),
+    note = h('small');
+  const toggle = () => {
+    const on = chosen(self);
+    store.set({ runs: (on.includes(name) ? on.filter((one) => one !== name) : [...on, name]).join('~') || '~' }); // '~' is none
+    box.checked = chosen(self).includes(name); // five at most
+  };
+  return { box, chip, note, label: h('label', {}, box, h('span', {}, chip, ` ${name}`, note)) };
+}
+
+function noteOf(self, run) {
+  const { t } = self.context,
+    age = run.age < 120 ? `${Math.round(run.age)} s` : run.age < 7200 ? `${Math.round(run.age / 60)} min` : `${Math.round(run.age / 3600)} h`;
+  return [
+    run.running ? t('live') : t('finished', { step: run.step ?? 0 }),
+    run.running && run.age > STALLED && t('stalled', { time: age }),
+    run.restarts > 0 && t('restarted', { n: run.restarts }),
+  ]
+    .filter(Boolean)
+    .join(' · ');
 }
 
 function draw(self) {

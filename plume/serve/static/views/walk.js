@@ -24,7 +24,7 @@ export function mount(root, context) {
   }
   const live = h('div', { class: 'walk-screen', 'aria-live': 'polite' }, title, sentence, formula, picture);
   root.append(h('div', { class: 'walk' }, map, h('div', {}, controls, tokens, live)));
-  const self = { root, context, map, title, sentence, formula, picture, tokens, count, picker: controls.querySelector('select'), data: new Map() };
+  const self = { root, context, map, title, sentence, formula, picture, tokens, count, live, picker: controls.querySelector('select'), data: new Map() };
   context.side(h('p', {}, t('introWalk')), h('p', { class: 'muted' }, t('introWalk2')), legend(t));
   return self;
 }
@@ -63,9 +63,9 @@ export function update(self, state) {
   const fetchAt = (query) =>
     ask(self, 'walk', self.picture, { ...body, query }, (answer) => {
       const total = answer.window.total,
-        wanted = placeOf(context.store.state, answer, plume, self.steps[self.at]);
+        wanted = placeOf(context.store.state, answer, self.steps[self.at]);
       if (wanted !== answer.query) {
-        fetchAt(Math.min(wanted, total - 1)); // the first answer tells how long the text is
+        fetchAt(wanted); // the first answer tells how long the text is, and where the head reads it
         return;
       }
       self.answer = { ...answer, vectors: Object.fromEntries(Object.entries(answer.parts).map(([name, packed]) => [name, unpack(packed)])) };
@@ -74,17 +74,15 @@ export function update(self, state) {
       draw(self, self.steps[self.at]);
     });
   const known = self.answer && self.answer.layer === step.layer && self.answer.stack === (step.stack ?? self.answer.stack);
-  fetchAt(known ? placeOf(state, self.answer, plume, step) : Math.max(0, state.query));
-  if (known && self.answer.text === state.text && self.answer.head === body.head && self.answer.query === placeOf(state, self.answer, plume, step)) draw(self, step);
+  fetchAt(known ? placeOf(state, self.answer, step) : Math.max(0, state.query));
+  if (known && self.answer.text === state.text && self.answer.head === body.head && self.answer.query === placeOf(state, self.answer, step)) draw(self, step);
 }
 
-// the walked token: the chosen one, else the mask of a masked model, else the last
-function placeOf(state, answer, plume, step) {
+// the walked token: the chosen one, else the one that the answer is read from
+function placeOf(state, answer, step) {
   const total = answer.window.total;
   if (step.kind === 'sample' || step.kind === 'cache') return total - 1;
-  if (state.query >= 0) return Math.min(state.query, total - 1);
-  const mask = plume.masks ? answer.tokens.indexOf(plume.mask_id) : -1;
-  return mask >= 0 ? mask + answer.window.start : total - 1;
+  return state.query >= 0 ? Math.min(state.query, total - 1) : answer.read_from;
 }
 
 export function key(self, pressed) {
@@ -144,16 +142,49 @@ function draw(self, step) {
     { t, words } = context,
     { pieces, window, query } = answer;
   if (answer.layer !== step.layer) return;
-  const [title, sentence] = words().walkSteps[step.kind];
-  const token = visible(pieces[query - window.start] ?? '…');
-  self.title.textContent = step.kind.startsWith('a.') || step.kind.startsWith('c.') || step.kind.startsWith('m.') ? `${t('block', { n: step.layer + 1 })} · ${title}` : title;
-  self.sentence.textContent = fill(sentence, { token, head: answer.head + 1, layer: step.layer + 1, ...answer.shape, n: window.total });
+  const [title] = words().walkSteps[step.kind],
+    token = visible(pieces[query - window.start] ?? '…'),
+    values = { token, head: answer.head + 1, layer: step.layer + 1, ...answer.shape, n: window.total };
+  const block = /^[acm]\./.test(step.kind) ? t('block', { n: step.layer + 1 }) : '';
+  self.title.textContent = [step.stack ? t(step.stack) : '', block, title].filter(Boolean).join(' · ');
+  reserve(self, answer, values);
+  self.sentence.textContent = sentenceOf(self, step, values);
   self.tokens.replaceChildren(
     tokenRow({ pieces, start: window.start, chosen: query, label: t('walkedToken'), pick: (i) => context.store.set({ query: i }) }),
   );
   const screen = screens[step.kind]({ ...answer, kind: { a: 'attention', c: 'cross', m: 'mlp' }[step.kind[0]], token, context, row: query - window.start });
   self.formula.textContent = screen.formula;
   self.picture.replaceChildren(...screen.picture);
+}
+
+// what a step says of this model
+function sentenceOf({ context }, { kind, stack }, values) {
+  const words = context.words(),
+    { causal, head, pair, segments } = context.model().plume,
+    isMasked = stack ? stack === 'decoder' : causal;
+  const other = {
+    embed: segments > 0 && words.embedSegments,
+    'a.softmax': !isMasked && words.softmaxUnmasked,
+    label: head === 'span' && words.labelSpan,
+    memory: pair !== 'target' && words.memoryAlone,
+  }[kind];
+  return fill(other || words.walkSteps[kind][1], values);
+}
+
+// room for the longest sentence of this walk, so that nothing below moves from step to step
+function reserve(self, { pieces }, values) {
+  const { sentence, steps, live } = self,
+    token = pieces.map(visible).reduce((a, b) => (b.length > a.length ? b : a), ''),
+    key = `${live.clientWidth}/${self.context.model().id}/${token}`;
+  if (self.reserved === key) return;
+  self.reserved = key;
+  sentence.style.minHeight = '0';
+  const said = new Set(steps.map((step) => sentenceOf(self, step, { ...values, token }))),
+    heights = Array.from(said, (text) => {
+      sentence.textContent = text;
+      return sentence.offsetHeight;
+    });
+  sentence.style.minHeight = `${Math.max(...heights)}px`;
 }
 
 const fill = (text, values) => text.replace(/\{(\w+)\}/g, (_, name) => values[name] ?? '');

@@ -1,6 +1,7 @@
 // The screens of the walk: for each step one formula with this case's values, and one picture.
 
 import { bar, fixed, h, heat, largest, percent, s, signedNumber, strip, visible } from '../draw.js';
+import { answerName } from '../parts.js';
 import { subject } from '../store.js';
 import { filtered } from './next.js';
 
@@ -44,7 +45,7 @@ function scoreTable({ names, vectors, columns, strong, top }) {
         h(
           'tr',
           { class: i === strong ? 'strong' : '' },
-          h('td', { class: 'mono' }, visible(name)),
+          h('td', { class: 'mono' }, name),
           vectors ? h('td', {}, strip(vectors(i), { top, cell: 4, label: name })) : null,
           columns.map((column) => h('td', { class: 'number' }, column(i))),
         ),
@@ -58,7 +59,7 @@ const keysOf = (seen) => (seen.kind === 'cross' ? seen.source_pieces : seen.piec
 function square(seen, part, options) {
   const { data, shape } = seen.vectors[`${seen.kind}.${part}`],
     [rows, columns] = shape,
-    size = Math.max(5, Math.min(24, 236 / Math.max(rows, columns)));
+    size = Math.max(5, Math.min(24, 200 / Math.max(rows, columns)));
   return heat({
     data,
     rows,
@@ -115,7 +116,7 @@ const attention = {
       formula: `q · k = Σ q[i] k[i]\n${visible(keysOf(seen)[last])}: ${number(q[0])} × ${number(key[0])} + ${number(q[1] ?? 0)} × ${number(key[1] ?? 0)} + … = ${number(products[last])}`,
       picture: [
         strips([['q', q]]),
-        scoreTable({ names: keysOf(seen), vectors: (i) => rowOf(k, i), top: largest(k.data), columns: [(i) => number(products[i])], strong: last }),
+        scoreTable({ names: keysOf(seen).map(visible), vectors: (i) => rowOf(k, i), top: largest(k.data), columns: [(i) => number(products[i])], strong: last }),
       ],
     };
   },
@@ -127,7 +128,7 @@ const attention = {
       last = kind === 'cross' ? 0 : row;
     return {
       formula: `score = q · k / √d      √${shape.head_width} = ${number(Math.sqrt(shape.head_width))}\n${visible(keysOf(seen)[last])}: ${number(products[last])} / ${number(Math.sqrt(shape.head_width))} = ${number(scores[last])}`,
-      picture: [scoreTable({ names: keysOf(seen), columns: [(i) => number(products[i]), () => `÷ √${shape.head_width} =`, (i) => number(scores[i])], strong: last })],
+      picture: [scoreTable({ names: keysOf(seen).map(visible), columns: [(i) => number(products[i]), () => `÷ √${shape.head_width} =`, (i) => number(scores[i])], strong: last })],
     };
   },
 
@@ -151,7 +152,7 @@ const attention = {
       picture: [
         pair(
           square(seen, 'weights', {}),
-          scoreTable({ names: keysOf(seen), columns: [(i) => number(masked[i]), (i) => bar(weights[i]), (i) => number(weights[i])], strong: best }),
+          scoreTable({ names: keysOf(seen).map(visible), columns: [(i) => number(masked[i]), (i) => bar(weights[i]), (i) => number(weights[i])], strong: best }),
         ),
       ],
     };
@@ -169,8 +170,13 @@ const attention = {
         .map((j) => `${number(weights[j])} × ${number(rowOf(v, j)[0])}`)
         .join(' + ')} + … = ${number(z[0])}`,
       picture: [
-        scoreTable({ names: keysOf(seen), vectors: (i) => rowOf(v, i), top: largest(v.data), columns: [(i) => bar(weights[i]), (i) => number(weights[i])], strong: -1 }),
-        strips([['z', z]]),
+        scoreTable({
+          names: [...keysOf(seen).map(visible), 'z'],
+          vectors: (i) => (i < weights.length ? rowOf(v, i) : z), // under the values, on their scale
+          top: largest(v.data),
+          columns: [(i) => (i < weights.length ? bar(weights[i]) : ''), (i) => (i < weights.length ? number(weights[i]) : '')],
+          strong: weights.length,
+        }),
       ],
     };
   },
@@ -208,13 +214,13 @@ function added(vectors, kind, name) {
 // ---- the screens by step
 
 export const screens = {
-  text: ({ text, window, context }) => ({
-    formula: context.t('textFormula', { n: window.total, characters: [...text].length }),
-    picture: [h('p', { class: 'walk-text' }, text)],
-  }),
+  text({ text, stack, window, context }) {
+    const own = context.model().plume.pair === 'target' && stack === 'decoder' ? context.store.state.pair : text;
+    return { formula: context.t('textFormula', { n: window.total, characters: [...own].length }), picture: [h('p', { class: 'walk-text' }, own || '∅')] };
+  },
 
   tokens: ({ tokens, pieces, window, query, shape, context }) => ({
-    formula: `${visible(pieces[query - window.start])} = ${context.t('id')} ${tokens[query - window.start]}      0 … ${shape.vocabulary - 1}`,
+    formula: `${visible(pieces[query - window.start])} → ${context.t('id')} ${tokens[query - window.start]}      ${context.t('vocabularyOf', { n: shape.vocabulary, last: shape.vocabulary - 1 })}`,
     picture: [
       h(
         'div',
@@ -286,12 +292,12 @@ export const screens = {
   final: ({ vectors }) => normed(vectors.stream.data, vectors.hidden.data),
 
   logits({ vectors, candidates, shape, context }) {
-    const names = candidates.pieces,
+    const names = candidates.pieces.map(visible),
       row = vectors.row?.data,
       hidden = vectors.hidden.data;
     const first = row ? `${number(hidden[0])} × ${number(row[0])} + ${number(hidden[1])} × ${number(row[1])} + … = ` : '';
     return {
-      formula: `logit = x · W_token[id]      W_token: ${shape.vocabulary} × ${shape.width}\n${visible(names[0])}: ${first}${number(candidates.logits[0])}`,
+      formula: `logit = x · W_token[id]      W_token: ${shape.vocabulary} × ${shape.width}\n${names[0]}: ${first}${number(candidates.logits[0])}`,
       picture: [
         strips([['x', hidden]]),
         row ? strips([[`W[${candidates.tokens[0]}]`, row]]) : '', // on a scale of its own: table rows are small
@@ -311,15 +317,16 @@ export const screens = {
         seen = filtered({ ...found, vocabulary: answer.vocabulary }, state);
       box.replaceChildren(
         scoreTable({
-          names: found.pieces.slice(0, 10),
+          names: found.pieces.slice(0, 10).map(visible),
           columns: [(i) => number(found.logits[i]), (i) => bar(seen.p[i], seen.kept[i] ? '' : 'cut'), (i) => (seen.kept[i] ? percent(seen.p[i]) : context.t('cut'))],
           strong: 0,
         }),
       );
     }, context.fail);
-    const cut = [state.topk ? `top-k ${state.topk}` : '', state.topp < 1 ? `top-p ${fixed(state.topp)}` : ''].filter(Boolean).join(', ') || context.t('noFilter');
+    const plain = state.temperature === 1 && !state.topk && state.topp >= 1,
+      cut = [state.topk ? `top-k ${state.topk}` : '', state.topp < 1 ? `top-p ${fixed(state.topp)}` : ''].filter(Boolean).join(', ') || context.t('noFilter');
     return {
-      formula: `p = exp(logit / T) / Σ exp(logit / T)      T = ${fixed(state.temperature)}      ${cut}\n${visible(candidates.pieces[0])}: exp(${number(candidates.logits[0])} / T) / Σ`,
+      formula: `p = exp(logit / T) / Σ exp(logit / T)      T = ${fixed(state.temperature)}      ${cut}\n${visible(candidates.pieces[0])}: exp(${number(candidates.logits[0])} / T) / Σ${plain ? ` = ${percent(candidates.probabilities[0])}` : ''}`,
       picture: [box],
     };
   },
@@ -360,10 +367,10 @@ export const screens = {
 
   label({ vectors, answers, read_at, pieces, window, context, shape }) {
     const { t } = context,
-      names = answers.map((row) => (row.position === undefined ? row.name : `${t(`span_${row.name}`)} · ${visible(pieces[row.position - window.start] ?? '')}`)),
+      names = answers.map((row, i) => answerName(context, row, i, pieces[row.position - window.start])),
       best = answers.reduce((at, row, i) => (row.logit > answers[at].logit ? i : at), 0);
     return {
-      formula: `${t('readAt', { token: visible(pieces[read_at - window.start] ?? ''), n: read_at })}      ${shape.width} → ${answers.length}\n${visible(names[best])}: ${number(answers[best].logit)}`,
+      formula: `${t('readAt', { token: visible(pieces[read_at - window.start] ?? ''), n: read_at })}      ${shape.width} → ${answers.length}\n${names[best]}: ${number(answers[best].logit)}`,
       picture: [
         strips([['x', vectors.hidden.data], ...(vectors.summary ? [[t('summary'), vectors.summary.data]] : [])]),
         scoreTable({
