@@ -36,6 +36,8 @@ TOKENS_REMEMBERED = 2048  # of explained texts, over all of them
 LONG_TEXT = 50_000  # characters
 BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 NAMES_LISTED = 20  # models in an error message
+M_ARENA_MAX = -8  # of glibc's mallopt
+ARENAS = 2  # heaps that all threads share; by default each thread may have its own, with free pages of its own
 
 
 @dataclass(frozen=True)
@@ -259,7 +261,9 @@ class ServedModels:
                 lm.generate([0], max_new_tokens=2, ignore_eos=True)  # compiles what no cache has, before clients wait
             folder, step = split_reference(place)
             run = folder.name if is_run(folder) else None
-            self._open[name] = Served(name, Origin(place, run=run, step=step), lm, self.config)
+            served = self._open[name] = Served(name, Origin(place, run=run, step=step), lm, self.config)
+            served.spell(lm.tokenizer.encode("a")[0])  # imports what a first request would import
+            served.about()
 
     def checkpoints(self) -> dict[str, Origin]:
         return {} if self._checkpoints is None else self._checkpoints()
@@ -334,6 +338,12 @@ def parameter_count(lm: LM) -> int:
     from plume.model.unfilled import unfilled
 
     return sum(p.numel() for p in unfilled(lm.config, lm.head, lm.labels).parameters())
+
+
+def share_arenas() -> None:
+    """Before threads are started: memory that one thread has freed serves the others."""
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
 
 
 def release_memory() -> None:
