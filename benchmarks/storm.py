@@ -54,7 +54,7 @@ STEPS = (10, 20, 30, 40)  # checkpoints of the run; the last is damaged
 CONTEXT = 1024  # of the small model: a stream of its length takes long enough to be timed
 TOGETHER = 48  # requests under way
 SLOTS = 16  # sequences that the server generates at once, its default
-WARM = 3000  # requests before memory is measured
+WARM = 1000  # requests before memory is measured
 BLOCKS = 30  # means of memory that a slope is fitted to
 KINDS: tuple[tuple[str, dict[str, object]], ...] = (  # every kind of request that these models answer
     ("completions", {"model": "small", "prompt": PROMPT, "max_tokens": 8, "logprobs": 2, "echo": True, "n": 2}),
