@@ -6,17 +6,19 @@ import asyncio
 import ctypes
 import gc
 import json
+import math
 import re
 import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
 
 from plume.config import EngineConfig, ServeConfig, UserError
 from plume.hf import load_tokenizer_of, resolve
@@ -62,7 +64,6 @@ class Served:
             batcher = lm.batcher
             lm.batcher = ScheduledBatcher(lm.engine)  # type: ignore[assignment]
         self.scheduler = Scheduler(batcher, queue=config.queue, name=name)
-        self._pool = ThreadPoolExecutor(2 * config.queue, thread_name_prefix=f"plume-{name}")
         self._lock, self._search, self._hooked = threading.Lock(), threading.Lock(), False
         self._explained: OrderedDict[tuple[int, ...], Explanation] = OrderedDict()
 
@@ -94,10 +95,15 @@ class Served:
         return self.scheduler
 
     async def read(self, work: Callable[[], T], client: str, deadline: float) -> T:
-        """Do the work in a thread, in slices between those of other requests; cancelled with the request."""
+        """Do the work in a thread, in slices between those of other requests; cancelled with the request.
+
+        The queue bounds the threads. Those of anyio end when idle; a ThreadPoolExecutor keeps those of its busiest
+        moment, each with a stack, a heap and threads of torch.
+        """
         reading = self.scheduler.start_reading(client, deadline)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, reading.run, work)
+            limiter = CapacityLimiter(math.inf)
+            return await to_thread.run_sync(reading.run, work, abandon_on_cancel=True, limiter=limiter)
         finally:
             reading.cancel()
 
@@ -193,7 +199,6 @@ class Served:
 
     def close(self) -> None:
         self.scheduler.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
         self._explained.clear()
         self.lm.close()
 

@@ -26,7 +26,6 @@ from plume.serve.scheduler import (
 )
 from plume.text import load_tokenizer
 
-
 PATIENCE = 60.0  # seconds that anything may take on a busy machine; nothing here is measured in seconds
 
 
