@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio import CapacityLimiter, to_thread
@@ -38,6 +39,7 @@ TOKENS_REMEMBERED = 2048  # of explained texts, over all of them
 LONG_TEXT = 50_000  # characters
 BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 NAMES_LISTED = 20  # models in an error message
+FIRST_USED = ("plume.inference.engine_stack", "safetensors.torch")  # by some requests
 M_ARENA_MAX = -8  # of glibc's mallopt
 ARENAS = 2  # heaps that all threads share; by default each thread may have its own, with free pages of its own
 
@@ -260,6 +262,8 @@ class ServedModels:
         self._one_at_a_time = asyncio.Lock()
 
     def open_all(self) -> None:
+        for module in FIRST_USED:
+            import_module(module)
         for name, place in named(self.config.models).items():
             lm = open_lm(place, self.config)
             if lm.head == "next-token" and not lm.config.decoder_layers:
@@ -267,7 +271,7 @@ class ServedModels:
             folder, step = split_reference(place)
             run = folder.name if is_run(folder) else None
             served = self._open[name] = Served(name, Origin(place, run=run, step=step), lm, self.config)
-            served.spell(lm.tokenizer.encode("a")[0])  # imports what a first request would import
+            served.spell(lm.tokenizer.encode("a")[0])  # what a first request would import or build
             served.about()
 
     def checkpoints(self) -> dict[str, Origin]:
