@@ -1,8 +1,10 @@
-"""A hostile network: python -m benchmarks.storm requests [--requests 100000 | --minutes 60] [--url URL]; idle; scores.
+"""A hostile network: python -m benchmarks.storm requests [--requests 100000 | --minutes 60 [--rate 60]]; idle; scores.
 
 `requests` sends checked completions, malformed requests, given-up requests, half-open connections and requests for
-checkpoints in turn, one of them damaged, all at once. It reports wrong answers, server errors, hangs and memory. With
---url it goes to a server that runs already; that server needs a model `small`, as `small_models` makes one.
+checkpoints in turn, one of them damaged, all at once. It reports wrong answers, server errors, hangs and memory. The
+warm-up has every kind of request, fills every slot of the key-value cache and starts as many threads as requests can
+be under way: what is read, compiled or touched once is no growth. With --url it goes to a server that runs already;
+that server needs a model `small`, as `small_models` makes one.
 `idle` opens thousands of idle and half-sent connections beside real clients; `scores` sends ten texts of 1 MB to be
 scored, beside which others are answered.
 """
@@ -51,8 +53,24 @@ CHECKED = {"max_tokens": 12, "logprobs": 2}
 STEPS = (10, 20, 30, 40)  # checkpoints of the run; the last is damaged
 CONTEXT = 1024  # of the small model: a stream of its length takes long enough to be timed
 TOGETHER = 48  # requests under way
-WARM = 3000  # requests before memory is measured
-SAMPLES = 30  # of memory
+SLOTS = 16  # sequences that the server generates at once, its default
+WARM = 1000  # requests before memory is measured
+BLOCKS = 30  # means of memory that a slope is fitted to
+KINDS: tuple[tuple[str, dict[str, object]], ...] = (  # every kind of request that these models answer
+    ("completions", {"model": "small", "prompt": PROMPT, "max_tokens": 8, "logprobs": 2, "echo": True, "n": 2}),
+    ("completions", {"model": "small", "prompt": PROMPT, "max_tokens": 8, "stream": True, "temperature": 0.7}),
+    ("chat/completions", {"model": "small", "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}),
+    ("responses", {"model": "small", "input": PROMPT, "max_output_tokens": 8}),
+    ("next-tokens", {"model": "small", "input": PROMPT, "temperatures": True, "temperature": 0.7, "top_p": 0.9}),
+    ("fill-mask", {"model": "masked", "input": "the [MASK]"}),
+    *((path, {"model": model, "input": PROMPT}) for path in ("score", "tokenize") for model in ("small", "masked")),
+    *(("embeddings", {"model": model, "input": [PROMPT[:60]] * 4}) for model in ("small", "masked")),
+    *(
+        ("explain", {"model": model, "input": PROMPT[:60], "view": view})
+        for model in ("small", "masked")
+        for view in ("heads", "attention", "steps", "layers", "walk", "kinds")
+    ),
+)
 STREAMS = 5  # whose median rate is taken
 
 
@@ -126,6 +144,7 @@ class Storm:
     failures: list[str] = field(default_factory=list)
     expected: list[dict[str, object]] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)  # seconds, bytes
+    rate: float = 0.0  # most requests a second; 0: as many as are answered
 
     def count(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
@@ -139,6 +158,19 @@ class Storm:
             answer = await client.post(f"{self.url}/v1/completions", json=self.body(number))
             (choice,) = answer.json()["choices"]
             self.expected.append({"text": choice["text"], "logprobs": choice["logprobs"]["token_logprobs"]})
+
+    async def warm_up(self) -> None:
+        """Every kind of request, every slot to its last position, as many threads of each model as there will be."""
+        prompts = [(f"{i} " + PROMPT * CONTEXT)[: CONTEXT - 8] for i in range(SLOTS)]  # a token is a byte
+        writings = [("completions", {"model": "small", "prompt": prompt, "max_tokens": 8}) for prompt in prompts]
+        readings = [(path, body) for path, body in KINDS if path == "embeddings" for _ in range(TOGETHER)]
+        opened = [("next-tokens", {"model": f"run@{step}", "input": "robot"}) for step in STEPS[:-1]]
+        limits = httpx.Limits(max_connections=2 * TOGETHER)
+        async with httpx.AsyncClient(timeout=600, limits=limits) as client:
+            answers = [await client.post(f"{self.url}/v1/{path}", json=body) for path, body in (*KINDS, *opened)]
+            posts = (client.post(f"{self.url}/v1/{path}", json=body) for path, body in (*writings, *readings))
+            for answer in (*answers, *await asyncio.gather(*posts)):
+                self.note(answer, "warm-up" if answer.status_code == 200 else "wrong")
 
     async def one(self, client: httpx.AsyncClient) -> None:
         kind, number = self.dice.random(), self.dice.randrange(len(self.expected))
@@ -218,6 +250,8 @@ class Storm:
             async with httpx.AsyncClient(timeout=60) as client:
                 while (sent < requests) if requests else (time.monotonic() - began < seconds):
                     sent += 1
+                    if self.rate:
+                        await asyncio.sleep(began + sent / self.rate - time.monotonic())
                     await self.one(client)
 
         async def watch() -> None:
@@ -235,16 +269,19 @@ class Storm:
             task.cancel()
 
 
-def requests(place: Path, count: int, minutes: float, url: str | None) -> None:
+def requests(place: Path, count: int, minutes: float, url: str | None, rate: float) -> None:
     if url is not None:
-        storm = Storm(url, random.Random(count))
+        storm = Storm(url, random.Random(count), rate=rate)
         asyncio.run(storm.throw(count, 60 * minutes))
         report(*verdicts(storm, "requests"))
         return
     with running(place, 8933) as (url, process):
         warming = Storm(url, random.Random(0))
-        asyncio.run(warming.throw(min(WARM, max(count, 60)), 0))
-        storm = Storm(url, random.Random(count + 1), process, expected=warming.expected)
+        if minutes or count >= WARM:
+            asyncio.run(warming.warm_up())
+        asyncio.run(warming.throw(WARM if minutes else min(WARM, max(count, 60)), 0))
+        time_to_idle(url)
+        storm = Storm(url, random.Random(count + 1), process, expected=warming.expected, rate=rate)
         before, began = process.memory_info().rss, time.monotonic()
         asyncio.run(storm.throw(count, 60 * minutes))
         took = time.monotonic() - began
@@ -258,7 +295,7 @@ def requests(place: Path, count: int, minutes: float, url: str | None) -> None:
     growth = Row(key="slope", what=f"{name}: growth of memory", figure=slope, unit="MB/hour", digits=1,
                  at_most=2 * error, detail=f"standard error {error:.1f}, {len(storm.memory)} readings")  # fmt: skip
     idle = Row(key="idle", what=f"{name}: time until all is idle", figure=idle_after, unit="s", digits=1, at_most=2)
-    report(*verdicts(storm, name), idle, shown, *([growth] if minutes else []))
+    report(*verdicts(warming, "warm-up"), *verdicts(storm, name), idle, shown, *([growth] if minutes else []))
 
 
 def verdicts(storm: Storm, name: str) -> list[Row]:
@@ -273,14 +310,22 @@ def verdicts(storm: Storm, name: str) -> list[Row]:
 
 
 def memory_slope(readings: list[tuple[float, float]]) -> tuple[float, float]:
-    """MB per hour over the second half, and its standard error from the means of SAMPLES stretches."""
+    """MB per hour over the second half, and its standard error.
+
+    Readings that follow each other are alike, so least squares over all of them would give far too small an error. The
+    line is fitted to the means of BLOCKS stretches, and what correlation r is left between neighbouring residuals
+    scales the error by sqrt((1 + r) / (1 - r)): n such values tell as much as n (1 - r) / (1 + r) independent ones.
+    """
     half = np.array(readings[len(readings) // 2 :])
-    if len(half) < SAMPLES:
+    if len(half) < BLOCKS:
         return float("nan"), float("nan")
-    x, y = (np.array([part.mean() for part in np.array_split(half[:, i], SAMPLES)]) for i in (0, 1))
+    x, y = (np.array([part.mean() for part in np.array_split(half[:, i], BLOCKS)]) for i in (0, 1))
     x, y = x / 3600, y / 2**20
-    (slope, _), covariance = np.polyfit(x, y, 1, cov=True)
-    return float(slope), float(np.sqrt(covariance[0, 0]))
+    (slope, start), covariance = np.polyfit(x, y, 1, cov=True)
+    rest = y - slope * x - start
+    alike = (rest[1:] @ rest[:-1]) / (rest @ rest) if rest.any() else 0.0
+    alike = min(0.9, max(0.0, alike + (1 + 3 * alike) / BLOCKS))  # the estimate is too low by that much (Kendall, 1954)
+    return float(slope), float(np.sqrt(covariance[0, 0] * (1 + alike) / (1 - alike)))
 
 
 def time_to_idle(url: str) -> float:
@@ -441,6 +486,7 @@ def main() -> None:
     parser.add_argument("what", choices=["requests", "idle", "scores"])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--minutes", type=float, default=0.0, help="for so long instead of so many requests")
+    parser.add_argument("--rate", type=float, default=0.0, help="most requests a second; 0: as many as are answered")
     parser.add_argument("--url", help="a server that runs already, with a model `small`")
     parser.add_argument("--sockets", type=int, default=5000)
     parser.add_argument("--tokens", type=int, default=900, help="for scores: of the stream")
@@ -449,7 +495,7 @@ def main() -> None:
     given = parser.parse_args()
     given.place.mkdir(parents=True, exist_ok=True)
     if given.what == "requests":
-        requests(given.place, 0 if given.minutes else given.requests, given.minutes, given.url)
+        requests(given.place, 0 if given.minutes else given.requests, given.minutes, given.url, given.rate)
     elif given.what == "scores":
         scores(given.place, given.tokens)
     else:

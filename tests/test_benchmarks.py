@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,6 +16,7 @@ sys.path.insert(0, str(ROOT))  # benchmarks are not part of the package
 from benchmarks.__main__ import JOBS, RESULTS, chosen, merged, read  # noqa: E402
 from benchmarks.pages import MARKS, README, TABLES, benchmarks_page, readme_table  # noqa: E402
 from benchmarks.results import Row  # noqa: E402
+from benchmarks.storm import memory_slope  # noqa: E402
 
 ABOUT = {"date": "2026-01-02", "command": "c", "machine": "m", "software": "s", "load": 0.1}
 ELSEWHERE = {
@@ -105,3 +107,27 @@ def test_a_benchmark_runs(job, tmp_path):
     if re.search(r"^skipped: ", done.stdout, re.MULTILINE):
         pytest.skip("needs the real data folder")
     assert {row["job"] for row in json.loads(file.read_text(encoding="utf-8"))} == {job}
+
+
+def correlated_readings(dice, growth=0.0):
+    """An hour of memory that does not grow but wanders, each reading close to the one before."""
+    seconds, megabytes = np.arange(400) * 9.0, np.zeros(600)
+    for i, step in enumerate(dice.normal(size=599)):
+        megabytes[i + 1] = 0.9 * megabytes[i] + step
+    bytes_ = (400 + megabytes[200:] + growth * seconds / 3600) * 2**20
+    return list(zip(seconds.tolist(), bytes_.tolist(), strict=True))
+
+
+def test_the_error_of_a_slope_counts_correlated_readings():
+    """In nine of ten flat series the slope lies within two errors; by plain least squares in one of three."""
+    dice, near, near_by_least_squares = np.random.default_rng(0), 0, 0
+    for _ in range(200):
+        readings = correlated_readings(dice)
+        slope, error = memory_slope(readings)
+        near += abs(slope) < 2 * error
+        x, y = np.array(readings[200:]).T
+        fitted, covariance = np.polyfit(x, y, 1, cov=True)
+        near_by_least_squares += abs(fitted[0]) < 2 * np.sqrt(covariance[0, 0])
+    assert near >= 175 and near_by_least_squares < 120
+    slope, error = memory_slope(correlated_readings(dice, growth=30.0))
+    assert abs(slope - 30) < 3 * error and slope > 2 * error

@@ -16,6 +16,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import IO, Any
 
+from anyio.lowlevel import checkpoint
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -69,6 +70,7 @@ def create_app(config: ServeConfig, *, log: IO[str] | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await checkpoint()  # imports anyio's part for asyncio, before a request does
         if not models.opened:
             await asyncio.to_thread(models.open_all)
         sys.setswitchinterval(SWITCH_SECONDS)

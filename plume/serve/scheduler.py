@@ -325,13 +325,15 @@ class Scheduler:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Stop after the current step or slice; requests that are left fail with `Closed`."""
+        """Stop after the current step or slice and wait for readings; requests that are left fail with `Closed`."""
         with self.changed:
             self._closed = True
             for reading in list(self._readings):
                 reading.cancel(Closed)
             self.changed.notify_all()
         self._thread.join()
+        with self.changed:
+            self.changed.wait_for(lambda: not self._readings)
 
     # -- called from the threads of readings
 

@@ -6,17 +6,20 @@ import asyncio
 import ctypes
 import gc
 import json
+import math
 import re
 import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from anyio import CapacityLimiter, to_thread
 
 from plume.config import EngineConfig, ServeConfig, UserError
 from plume.hf import load_tokenizer_of, resolve
@@ -36,6 +39,9 @@ TOKENS_REMEMBERED = 2048  # of explained texts, over all of them
 LONG_TEXT = 50_000  # characters
 BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 NAMES_LISTED = 20  # models in an error message
+FIRST_USED = ("plume.inference.engine_stack", "safetensors.torch")  # by some requests
+M_ARENA_MAX = -8  # of glibc's mallopt
+ARENAS = 2  # heaps that all threads share; by default each thread may have its own, with free pages of its own
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,6 @@ class Served:
             batcher = lm.batcher
             lm.batcher = ScheduledBatcher(lm.engine)  # type: ignore[assignment]
         self.scheduler = Scheduler(batcher, queue=config.queue, name=name)
-        self._pool = ThreadPoolExecutor(2 * config.queue, thread_name_prefix=f"plume-{name}")
         self._lock, self._search, self._hooked = threading.Lock(), threading.Lock(), False
         self._explained: OrderedDict[tuple[int, ...], Explanation] = OrderedDict()
 
@@ -92,10 +97,15 @@ class Served:
         return self.scheduler
 
     async def read(self, work: Callable[[], T], client: str, deadline: float) -> T:
-        """Do the work in a thread, in slices between those of other requests; cancelled with the request."""
+        """Do the work in a thread, in slices between those of other requests; cancelled with the request.
+
+        The queue bounds the threads. Those of anyio end when idle; a ThreadPoolExecutor keeps those of its busiest
+        moment, each with a stack, a heap and threads of torch.
+        """
         reading = self.scheduler.start_reading(client, deadline)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, reading.run, work)
+            limiter = CapacityLimiter(math.inf)
+            return await to_thread.run_sync(reading.run, work, abandon_on_cancel=True, limiter=limiter)
         finally:
             reading.cancel()
 
@@ -191,7 +201,6 @@ class Served:
 
     def close(self) -> None:
         self.scheduler.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
         self._explained.clear()
         self.lm.close()
 
@@ -253,13 +262,17 @@ class ServedModels:
         self._one_at_a_time = asyncio.Lock()
 
     def open_all(self) -> None:
+        for module in FIRST_USED:
+            import_module(module)
         for name, place in named(self.config.models).items():
             lm = open_lm(place, self.config)
             if lm.head == "next-token" and not lm.config.decoder_layers:
                 lm.generate([0], max_new_tokens=2, ignore_eos=True)  # compiles what no cache has, before clients wait
             folder, step = split_reference(place)
             run = folder.name if is_run(folder) else None
-            self._open[name] = Served(name, Origin(place, run=run, step=step), lm, self.config)
+            served = self._open[name] = Served(name, Origin(place, run=run, step=step), lm, self.config)
+            served.spell(lm.tokenizer.encode("a")[0])  # what a first request would import or build
+            served.about()
 
     def checkpoints(self) -> dict[str, Origin]:
         return {} if self._checkpoints is None else self._checkpoints()
@@ -334,6 +347,12 @@ def parameter_count(lm: LM) -> int:
     from plume.model.unfilled import unfilled
 
     return sum(p.numel() for p in unfilled(lm.config, lm.head, lm.labels).parameters())
+
+
+def share_arenas() -> None:
+    """Before threads are started: memory that one thread has freed serves the others."""
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
 
 
 def release_memory() -> None:

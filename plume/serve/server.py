@@ -24,7 +24,7 @@ from fastapi import FastAPI
 from plume.config import ExploreConfig, ServeConfig, UserError
 from plume.serve.app import create_app, saved_page
 from plume.serve.connections import bounded_protocol
-from plume.serve.served_models import name_and_place, named, open_lm
+from plume.serve.served_models import name_and_place, named, open_lm, share_arenas
 from plume.util.files import write_text
 from plume.util.run_folder import RECIPE, split_reference
 
@@ -131,6 +131,7 @@ def serve(config: ServeConfig, *, when_ready: Callable[[str], None] | None = Non
     """Listen until SIGTERM or Ctrl-C; then finish the requests under way, for at most config.shutdown_timeout."""
     config, listener = with_runs(config), bind(config)
     allow_connections(config)
+    share_arenas()
     port = listener.getsockname()[1]
     address = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}/"
     log = None if config.access_log is None else config.access_log.open("a", encoding="utf-8")

@@ -12,12 +12,15 @@ from dataclasses import replace
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running import serving, slowdown
+from running import serving
 
-from plume.serve import new_key
+from plume.serve import new_key, schemas
+from plume.serve.app import GENERATING, READING
 from plume.serve.middleware import METHODS, is_this_machine
+from plume.serve.scheduler import Scheduler
 
 JSON = {"content-type": "application/json"}
+PATIENCE = 60.0  # seconds that anything may take on a busy machine
 WORDS = "The robot must obey the orders given it by human beings. "
 
 
@@ -26,11 +29,27 @@ def small(serve_config, models):
     return replace(serve_config, models=(str(models["gpt"]), str(models["bert"])), runs=None)
 
 
-def raw(site, data: bytes) -> bytes:
+def connect(site) -> socket.socket:
     host, port = site.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as made:
+    return socket.create_connection((host, int(port)), timeout=PATIENCE)
+
+
+def raw(site, data: bytes) -> bytes:
+    with connect(site) as made:
         made.sendall(data)
         return made.recv(65536)
+
+
+def wait_until(check: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not check():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def becomes_idle(scheduler: Scheduler) -> None:
+    """Long before the work that was cancelled would have ended."""
+    wait_until(lambda: scheduler.idle)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +77,13 @@ def raw(site, data: bytes) -> bytes:
     ids=lambda body: body[:40].decode(errors="replace"),
 )
 def test_a_wrong_body_is_a_400_and_blocks_nobody(small, site, body):
-    began = time.monotonic()
+    began = time.process_time()  # of the server too, which is a thread
     for path in ("completions", "score", "embeddings", "tokenize"):
-        answer = httpx.post(f"{site.url}/v1/{path}", content=body, headers=JSON, timeout=30)
+        answer = httpx.post(f"{site.url}/v1/{path}", content=body, headers=JSON, timeout=PATIENCE)
         assert answer.status_code in (400, 404), (path, answer.text[:300])
         assert answer.json()["error"]["message"]
         assert len(answer.content) < 10_000
-    assert time.monotonic() - began < 10 * slowdown()
+    assert time.process_time() - began < 10
 
 
 @pytest.fixture(scope="module")
@@ -75,31 +94,27 @@ def site(small):
 
 @pytest.mark.parametrize("fill", [" ", "\n", "a", "\t ", "é"])
 def test_a_megabyte_of_one_character_does_not_block_the_loop(site, fill):
-    """While it is tokenized, /healthz answers at once."""
+    """While it is tokenized, /healthz answers before this process has computed for a second."""
     body = {"model": "gpt", "input": fill * (900_000 // len(fill.encode()))}
-    with httpx.Client(base_url=site.url, timeout=60) as client, httpx.Client(base_url=site.url) as health:
+    with httpx.Client(base_url=site.url) as client, httpx.Client(base_url=site.url, timeout=PATIENCE) as health:
         done = threading.Event()
         slowest = 0.0
 
         def ask() -> None:
             with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/score", json=body, timeout=3)
+                client.post("/v1/score", json=body, timeout=httpx.Timeout(PATIENCE, read=3))
             done.set()
 
         thread = threading.Thread(target=ask)
         thread.start()
         while not done.is_set():
-            began = time.monotonic()
+            began = time.process_time()
             assert health.get("/healthz").status_code == 200
-            slowest = max(slowest, time.monotonic() - began)
+            slowest = max(slowest, time.process_time() - began)
             time.sleep(0.01)
         thread.join()
-    assert slowest < 0.5 * slowdown()
-    scheduler = site.app.state.models._open["gpt"].scheduler
-    until = time.monotonic() + 3
-    while not scheduler.idle and time.monotonic() < until:
-        time.sleep(0.02)
-    assert scheduler.idle
+    assert slowest < 1
+    becomes_idle(site.app.state.models._open["gpt"].scheduler)
 
 
 def test_methods_paths_and_hosts_make_no_series(site):
@@ -206,49 +221,47 @@ def test_every_endpoint_ends_at_the_timeout(small, path, body, monkeypatch):
     forward = nn.LayerNorm.forward
     monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: (time.sleep(0.15), forward(self, x))[1])
     with serving(small, timeout=0.4) as (site, client):
-        began = time.monotonic()
-        answer = client.post(f"/v1/{path}", json=body)
+        answer = client.post(f"/v1/{path}", json=body, timeout=PATIENCE)
         assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout", answer.text[:200]
-        assert time.monotonic() - began < 3
         for served in site.app.state.models.opened:
-            until = time.monotonic() + 1
-            while not served.scheduler.idle and time.monotonic() < until:
-                time.sleep(0.01)
-            assert served.scheduler.idle
+            becomes_idle(served.scheduler)
 
 
-def test_behind_ten_long_scores_others_are_answered_and_all_is_idle_when_they_leave(small, endless):
-    body = {"model": "gpt", "input": (WORDS * 20_000)[:990_000]}
-    with serving(small) as (site, client), ExitStack() as stack:
+def test_an_answer_may_still_be_sent_for_a_moment_after_the_timeout(small, monkeypatch):
+    """What has no parts, such as the list of models, is left behind then."""
+    monkeypatch.setattr("plume.serve.middleware.GRACE", 0.1)
+    with serving(small, timeout=0.1) as (site, client):
+        waiting = threading.Event()
+        monkeypatch.setattr(site.app.state.models, "listing", lambda: waiting.wait(PATIENCE))
+        answer = client.get("/v1/models", timeout=PATIENCE)
+        waiting.set()
+        assert answer.status_code == 408 and answer.json()["error"]["code"] == "timeout"
+
+
+def test_behind_ten_long_scores_others_are_answered_and_all_is_idle_when_they_leave(small):
+    """How soon is measured by the benchmark serve.scores."""
+    body = json.dumps({"model": "gpt", "input": (WORDS * 20_000)[:990_000]}).encode()
+    head = (
+        f"POST /v1/score HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    )
+    with serving(small, timeout=10 * PATIENCE) as (site, client), ExitStack() as stack:
         scheduler = site.app.state.models._open["gpt"].scheduler
-        scores = []
-        for _ in range(10):
-            sender = httpx.Client(base_url=site.url, timeout=60)
-            stack.callback(sender.close)
-
-            def ask(sender=sender) -> None:
-                with pytest.raises(httpx.TransportError):
-                    sender.post("/v1/score", json=body, timeout=httpx.Timeout(60, read=10.0))
-
-            scores.append(threading.Thread(target=ask))
-            scores[-1].start()
-        until = time.monotonic() + 10
-        while scheduler.reading < 10 and time.monotonic() < until:
-            time.sleep(0.01)
-        assert scheduler.reading == 10
-        slowest = 0.0
+        senders = [stack.enter_context(connect(site)) for _ in range(10)]
+        for sender in senders:
+            sender.sendall(head.encode() + b"\r\n\r\n" + body)
+        wait_until(lambda: scheduler.reading == 10)
         for path, given in (("tokenize", WORDS), ("next-tokens", "The robot"), ("tokenize", "a")):
-            began = time.monotonic()
-            assert client.post(f"/v1/{path}", json={"model": "gpt", "input": given}).status_code == 200
-            slowest = max(slowest, time.monotonic() - began)
-        assert slowest < 0.5 * slowdown()
-        assert client.post("/v1/completions", json={"model": "gpt", "prompt": "a", "max_tokens": 5}).status_code == 200
-        for thread in scores:
-            thread.join()
-        began = time.monotonic()
-        while not scheduler.idle and time.monotonic() - began < 20:
-            time.sleep(0.01)
-        assert time.monotonic() - began < slowdown()
+            answer = client.post(f"/v1/{path}", json={"model": "gpt", "input": given}, timeout=PATIENCE)
+            assert answer.status_code == 200
+        generated = client.post(
+            "/v1/completions", json={"model": "gpt", "prompt": "a", "max_tokens": 5}, timeout=PATIENCE
+        )
+        assert generated.status_code == 200
+        assert scheduler.reading == 10  # none of them had ended
+        for sender in senders:
+            sender.close()
+        becomes_idle(scheduler)
+        assert scheduler.counters.cancelled == 10
 
 
 @pytest.mark.parametrize("name", ["gpt", "other", "bert"])
@@ -320,3 +333,35 @@ def test_published_tokenizers_cut_long_texts_alike(name, shared, monkeypatch):
 def test_tokenize_has_a_limit_of_its_own(site):
     answer = httpx.post(f"{site.url}/v1/tokenize", json={"model": "gpt", "input": "a" * 100_001})
     assert answer.status_code == 400 and "at most 100000" in answer.json()["error"]["message"]
+
+
+MESSAGE = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "fits", "more"),
+    [
+        ("completions", "n", 128, 129),
+        ("completions", "best_of", 128, 129),
+        ("completions", "logprobs", 20, 21),
+        ("completions", "temperature", 100, 101),
+        ("completions", "stop", ["a"] * 16, ["a"] * 17),
+        ("completions", "stop", "a" * 1000, "a" * 1001),
+        ("completions", "stop_tokens", [1] * 1000, [1] * 1001),
+        ("completions", "logit_bias", {str(i): 1 for i in range(1000)}, {str(i): 1 for i in range(1001)}),
+        ("chat/completions", "messages", [MESSAGE] * 1024, [MESSAGE] * 1025),
+        ("chat/completions", "top_logprobs", 20, 21),
+        ("next-tokens", "k", 1000, 1001),
+        ("tag", "input", ["a"] * 4096, ["a"] * 4097),
+        ("predict", "input", [{"text": "a"}] * 256, [{"text": "a"}] * 257),
+        ("choose", "choices", ["a"] * 64, ["a"] * 65),
+        ("translate", "beams", 16, 17),
+    ],
+)
+def test_fields_have_limits(path, field, fits, more):
+    schema = ({name: found[0] for name, found in {**GENERATING, **READING}.items()})[path]
+    body = {"model": "gpt", "messages": [MESSAGE]} if schema is schemas.ChatRequest else {"model": "gpt", "input": "a"}
+    body = {"model": "gpt", "prompt": "a"} if schema is schemas.CompletionRequest else body
+    assert schema.model_validate(body | {field: fits})
+    with pytest.raises(ValueError, match=field):
+        schema.model_validate(body | {field: more})
