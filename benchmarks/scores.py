@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.finetune import base_folder, labelled_lines
+from benchmarks.finetune import CPU, base_folder, labelled_lines
 from benchmarks.results import Row, real, report, skip
 from plume.config import PRESETS, EvaluateConfig, FinetuneConfig, TaskConfig, TokenizerConfig
 from plume.evaluate import evaluate
@@ -34,8 +34,12 @@ from plume.evaluate.eval_tasks import TASKS, find_rows
 from plume.hf import save_model
 from plume.lab.verdicts import paired_test
 from plume.model.heads import Model
+from plume.tasks.token_rows import Grouped
 from plume.text import train_tokenizer
-from plume.train.finetune import finetune
+from plume.train.distribute import Ranks
+from plume.train.finetune import finetune, planned_steps, try_rate
+from plume.train.finetune_plan import make_plan
+from plume.util.devices import choose_precision
 
 SETTINGS = {"epochs": 4.0, "batch": 32, "warmup_ratio": 0.1, "weight_decay": 0.01, "grad_clip": 1.0}
 
@@ -48,9 +52,8 @@ def write_split(place: Path, data: Path, rows: int) -> list[str]:
     return lines
 
 
-def run(base: Path, place: Path, name: str, task: str = "sst2", **more: Any) -> float:
-    """The validation score of the last weights; of a search, with the rate that it found."""
-    config = FinetuneConfig(
+def finetune_config(base: Path, place: Path, name: str, task: str = "sst2", **more: Any) -> FinetuneConfig:
+    return FinetuneConfig(
         model=str(base),
         task=TaskConfig(train=str(place), name=task, length=64),
         folder=place / name,
@@ -60,7 +63,11 @@ def run(base: Path, place: Path, name: str, task: str = "sst2", **more: Any) -> 
         overwrite=True,
         **{**SETTINGS, "seeds": 1, **more},
     )
-    return finetune(config).summary["median"]
+
+
+def run(base: Path, place: Path, name: str, task: str = "sst2", **more: Any) -> float:
+    """The validation score of the last weights; of a search, with the rate that it found."""
+    return finetune(finetune_config(base, place, name, task, **more)).summary["median"]
 
 
 # ---- against Trainer ---------------------------------------------------------------------------------------------
@@ -192,9 +199,8 @@ def search_against_grid(args: argparse.Namespace, place: Path) -> None:
         shape = {"width": width, "heads": max(2, width // 64), "layers": 2, "context": 64, "mlp_width": None}
         config = replace(PRESETS["bert-tiny"], vocab_size=tokenizer.vocab_size, **shape)
         base = save_model(Model(config, "masked-token"), place / f"base-{width}", tokenizer=tokenizer)
-        rates = np.geomspace(1e-5, 1e-2, args.grid).tolist()
-        grid = {lr: run(base, place, f"grid-{width}-{n}", lr=lr) for n, lr in enumerate(rates)}
-        found = run(base, place, f"search-{width}", search=8)
+        grid = grid_scores(base, place, args.grid, args.epochs)
+        found = run(base, place, f"search-{width}", search=8, epochs=args.epochs)
         best = max(grid, key=grid.__getitem__)
         report(
             Row(
@@ -204,9 +210,19 @@ def search_against_grid(args: argparse.Namespace, place: Path) -> None:
                 unit="points",
                 digits=1,
                 at_most=5.0,
-                detail=f"{grid[best]:.4f} at {best:.2g}; {found:.4f} by the search; worst {min(grid.values()):.4f}",
+                detail=f"{grid[best]:.4f} at {best:.2g}; {found:.4f} by the search; worst {min(grid.values()):.4f}; "
+                f"{args.rows} rows, {args.epochs:g} epochs",
             )
         )
+
+
+def grid_scores(base: Path, place: Path, count: int, epochs: float) -> dict[float, float]:
+    """The validation score of a whole training at each of `count` rates."""
+    plan = make_plan(finetune_config(base, place, "grid", lr=1e-3, epochs=epochs))
+    steps = planned_steps(plan.config, Grouped(plan.train, plan.config.batch, seed=0).steps)
+    settings = Ranks(device=CPU), choose_precision(CPU, "float32")
+    rates = np.geomspace(1e-5, 1e-2, count).tolist()
+    return {lr: -try_rate(replace(plan, lr=lr), steps, place / "grid", *settings) for lr in rates}
 
 
 # ---- BLiMP -------------------------------------------------------------------------------------------------------
@@ -293,6 +309,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--widths", type=int, nargs="*", default=[128, 256, 512])
     parser.add_argument("--grid", type=int, default=12)
+    parser.add_argument("--epochs", type=float, default=SETTINGS["epochs"], help="of the search and its grid")
     parser.add_argument("--model", type=Path, help="a GPT's folder for pairs; unset: random weights of gpt2-laptop")
     parser.add_argument("--limit", type=int, default=2000, help="pairs, evenly from all paradigms")
     parser.add_argument("--threads", type=int, default=2)
