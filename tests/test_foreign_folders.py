@@ -77,6 +77,13 @@ def same(ours, theirs) -> None:
     torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, **CLOSE)
 
 
+def opens_and_saves(folder: Path, theirs, **given) -> None:
+    """As transformers has it, and so again in transformers after Plume has saved it."""
+    ours = load_model(folder, **given)
+    same(ours, theirs)
+    same(ours, open_in_transformers(save_model(ours, folder.parent / "saved")))
+
+
 # ---- untied output weights ---------------------------------------------------------------------------------------
 
 UNTIED = {"gpt2": gpt2, "openai-gpt": gpt1, "bert": bert, "roberta": roberta, "distilbert": distilbert}
@@ -111,7 +118,7 @@ def test_output_weights_that_differ_though_the_config_ties_them(tmp_path):
     edit_tensors(tmp_path / "m", lambda t: t.update({"lm_head.weight": torch.randn(61, 16)}))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     assert not torch.equal(theirs.lm_head.weight, theirs.transformer.wte.weight)
-    same(load_model(tmp_path / "m"), theirs)
+    opens_and_saves(tmp_path / "m", theirs)
 
 
 def test_untied_marian(tmp_path):
@@ -154,15 +161,14 @@ def test_the_weights_tell_what_config_leaves_out(name, drop, tmp_path):
     theirs = make()
     theirs.save_pretrained(tmp_path / "m")
     edit(tmp_path / "m", *drop)
-    ours = load_model(tmp_path / "m")
-    assert ours.kind == head
-    same(ours, theirs)
+    assert load_model(tmp_path / "m").kind == head
+    opens_and_saves(tmp_path / "m", theirs)
 
 
 def test_a_class_that_is_not_known_is_told_by_the_weights(tmp_path):
     theirs = bert()
     theirs.save_pretrained(tmp_path / "m")
-    same(load_model(edit(tmp_path / "m", architectures=["BertForSomethingNew"])), theirs)
+    opens_and_saves(edit(tmp_path / "m", architectures=["BertForSomethingNew"]), theirs)
 
 
 @pytest.mark.parametrize("pooler", [True, False])
@@ -199,7 +205,7 @@ def test_other_names_of_sizes(tmp_path):
     theirs.save_pretrained(tmp_path / "m")
     names = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 32}
     edit(tmp_path / "m", "n_embd", "n_layer", "n_head", "n_positions", **names)
-    same(load_model(tmp_path / "m"), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m"))
+    opens_and_saves(tmp_path / "m", transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m"))
 
 
 def test_num_labels_counts_beside_id2label(tmp_path):
@@ -209,7 +215,7 @@ def test_num_labels_counts_beside_id2label(tmp_path):
         edit(tmp_path / "m", **changes)
         labels = transformers.AutoConfig.from_pretrained(tmp_path / "m").id2label
         assert load_model(tmp_path / "m").labels == tuple(labels.values())
-        same(load_model(tmp_path / "m"), theirs)
+        opens_and_saves(tmp_path / "m", theirs)
 
 
 # ---- the file itself ---------------------------------------------------------------------------------------------
@@ -219,7 +225,7 @@ def test_extra_tensors_are_named_and_ignored(tmp_path, capsys):
     theirs = gpt2()
     theirs.save_pretrained(tmp_path / "m")
     edit_tensors(tmp_path / "m", lambda t: t.update({"value_head.weight": torch.ones(3)}))
-    same(load_model(tmp_path / "m"), theirs)
+    opens_and_saves(tmp_path / "m", theirs)
     assert "ignoring tensors that the model does not use: value_head.weight" in capsys.readouterr().err
 
 
@@ -227,7 +233,7 @@ def test_extra_tensors_are_named_and_ignored(tmp_path, capsys):
 def test_half_precision_in_shards(dtype, tmp_path):
     gpt2().to(dtype).save_pretrained(tmp_path / "m", max_shard_size="10KB")
     assert len(list((tmp_path / "m").glob("*.safetensors"))) > 2
-    same(load_model(tmp_path / "m"), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m").float())
+    opens_and_saves(tmp_path / "m", transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m").float())
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,10 @@ def aligned(path: Path, languages: tuple[str, str]) -> Iterator[TaskRow]:
 def pairs_file(path: Path) -> Iterator[TaskRow]:
     """Minimal pairs as they are distributed: JSON lines in a zip or tar archive, in a folder, or one file."""
     for name, text in archived(path):
+        paradigm = Path(name).stem
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
-                yield TaskRow({"UID": Path(name).stem, **json.loads(line)}, f"{path} {name} line {number}")
+                yield TaskRow({"UID": paradigm, **json.loads(line)}, f"{path} {name} line {number}")
 
 
 def archived(path: Path) -> Iterator[tuple[str, str]]:

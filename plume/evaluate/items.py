@@ -257,7 +257,9 @@ def pair(context: str, continuation: str, tokenizer: Tokenizer, boundary: Bounda
     """Two texts as tokens, cut where the protocol cuts. Blanks at the context's end belong to the continuation."""
     bare = context.rstrip()
     continuation = context[len(bare) :] + continuation
-    if boundary == "separate" or not bare:
+    if not bare:
+        return [], tokenizer.encode(continuation)
+    if boundary == "separate":
         return tokenizer.encode(bare), tokenizer.encode(continuation)
     before = tokenizer.encode(bare)
     after = tokenizer.encode(bare + continuation)[len(before) :]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -28,6 +29,7 @@ from plume.tasks import metrics
 from plume.tasks.metrics import Metric
 
 BINS = 10
+COUNTED_TOGETHER = 1024  # items whose scores are counted at a time
 SHOWN = 400  # characters of a long text that are kept with its record
 Record = dict[str, Any]  # what items.jsonl keeps of one item
 
@@ -89,30 +91,30 @@ class RequestBuilder:
 
 def choice_record(item: MultipleChoice, scores: Sequence[Score], calibration: Calibration) -> Record:
     count = len(item.names)
-    totals = np.array([s.total for s in scores[:count]])
-    ways: dict[str, Any] = {
-        "acc": totals,
-        "acc_norm": totals / [max(1, len(name)) for name in item.names],
-        "acc_bytes": totals / [max(1, len(name.encode())) for name in item.names],
-        "acc_tokens": totals / [len(s.logprobs) for s in scores[:count]],
+    totals = [s.total for s in scores[:count]]
+    sizes = {
+        "acc_norm": [len(name) for name in item.names],
+        "acc_bytes": [len(name.encode()) for name in item.names],
+        "acc_tokens": [len(s.logprobs) for s in scores[:count]],
     }
+    ways = {"acc": totals}
+    ways |= {name: [t / max(1, n) for t, n in zip(totals, by, strict=True)] for name, by in sizes.items()}
     if len(scores) > count:
-        ways["acc_unconditional"] = totals - [s.total for s in scores[count:]]
+        ways["acc_unconditional"] = [t - s.total for t, s in zip(totals, scores[count:], strict=True)]
     record: Record = {name: correct(way, item) for name, way in ways.items()}
-    likely = np.exp(totals - totals.max())
-    likely /= likely.sum()
-    prediction = int(totals.argmax())
-    calibration.add(likely[prediction : prediction + 1], np.array([prediction == item.gold]))
+    top = max(totals)
+    prediction = totals.index(top)
+    calibration.add([1 / sum(math.exp(total - top) for total in totals)], [prediction == item.gold])
     record |= {"chance": 1 / count} | ({"group": item.group} if item.group else {})
-    return record | {"gold": item.gold, "prediction": prediction, "loglikelihood": float(totals[item.gold])}
+    return record | {"gold": item.gold, "prediction": prediction, "loglikelihood": totals[item.gold]}
 
 
-def correct(likely: npt.NDArray[np.float64], item: MultipleChoice) -> float:
+def correct(likely: Sequence[float], item: MultipleChoice) -> float:
     """Whether the likeliest candidate is the right one; among equals the first counts, or each its share."""
+    top = max(likely)
     if not item.ties:
-        return float(int(likely.argmax()) == item.gold)
-    best = np.flatnonzero(likely == likely.max())
-    return float(item.gold in best) / len(best)
+        return float(likely.index(top) == item.gold)
+    return float(likely[item.gold] == top) / likely.count(top)
 
 
 def prompt_of(item: Item) -> Record:
@@ -136,7 +138,7 @@ def prompt_of(item: Item) -> Record:
 
 def word_record(item: LastWord, scores: Sequence[Score], calibration: Calibration) -> Record:
     (score,) = scores
-    calibration.add(np.exp(score.best.astype(np.float64)), score.hits)
+    calibration.add(np.exp(score.best.astype(np.float64)).tolist(), score.hits.tolist())
     return {"acc": float(score.greedy), "loglikelihood": score.total}
 
 
@@ -147,7 +149,7 @@ def judgement_record(item: Judgement, scores: Sequence[Score], calibration: Cali
 
 def passage_record(item: Passage, scores: Sequence[Score], calibration: Calibration) -> Record:
     for score in scores:
-        calibration.add(np.exp(score.best.astype(np.float64)), score.hits)
+        calibration.add(np.exp(score.best.astype(np.float64)).tolist(), score.hits.tolist())
     return {
         "loglikelihood": sum(s.total for s in scores),
         "windows": [[s.total, len(s.logprobs)] for s in scores],
@@ -277,14 +279,24 @@ class Calibration:
         self.count = np.zeros(BINS, dtype=np.int64)
         self.hits = np.zeros(BINS, dtype=np.int64)
         self.sure = np.zeros(BINS)
+        self._waiting: tuple[list[float], list[bool]] = ([], [])  # for the next counting: one by one takes long
 
-    def add(self, confidence: npt.NDArray[np.float64], hits: npt.NDArray[np.bool_]) -> None:
+    def add(self, confidence: Iterable[float], hits: Iterable[bool]) -> None:
+        self._waiting[0].extend(confidence)
+        self._waiting[1].extend(hits)
+        if len(self._waiting[0]) >= COUNTED_TOGETHER:
+            self.add_up()
+
+    def add_up(self) -> None:
+        confidence, hits = np.array(self._waiting[0], dtype=np.float64), np.array(self._waiting[1], dtype=np.bool_)
         bins = np.clip((confidence * BINS).astype(np.int64), 0, BINS - 1)
         self.count += np.bincount(bins, minlength=BINS)
         self.hits += np.bincount(bins[hits], minlength=BINS)
         self.sure += np.bincount(bins, weights=confidence, minlength=BINS)
+        self._waiting = ([], [])
 
     def plain(self) -> dict[str, list[float] | float]:
+        self.add_up()
         known = self.count > 0
         sure = np.divide(self.sure, self.count, where=known, out=np.zeros(BINS))
         right = np.divide(self.hits, self.count, where=known, out=np.zeros(BINS))
@@ -299,13 +311,25 @@ class ByPosition:
     def __init__(self) -> None:
         self.total = np.zeros(32)
         self.count = np.zeros(32, dtype=np.int64)
+        self._places: list[npt.NDArray[np.int64]] = []  # for the next counting
+        self._logprobs: list[npt.NDArray[np.float32]] = []
 
     def add(self, before: int, logprobs: npt.NDArray[np.float32]) -> None:
-        places = np.log2(before + np.arange(len(logprobs)) + 1).astype(np.int64)
-        self.total += np.bincount(places, weights=-logprobs.astype(np.float64), minlength=32)
+        self._places.append(np.arange(before + 1, before + 1 + len(logprobs)))
+        self._logprobs.append(logprobs)
+        if len(self._places) >= COUNTED_TOGETHER:
+            self.add_up()
+
+    def add_up(self) -> None:
+        if not self._places:
+            return
+        places = np.log2(np.concatenate(self._places)).astype(np.int64)
+        self.total += np.bincount(places, weights=-np.concatenate(self._logprobs).astype(np.float64), minlength=32)
         self.count += np.bincount(places, minlength=32)
+        self._places, self._logprobs = [], []
 
     def plain(self) -> dict[str, list[float]]:
+        self.add_up()
         used = np.flatnonzero(self.count)
         return {
             "from": (2**used - 1).tolist(),

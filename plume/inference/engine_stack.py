@@ -21,6 +21,8 @@ Encode = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]] | None], lis
 class EngineStack(Transformer):
     """The stack of a model, whose hidden states an engine computes wherever no gradient is wanted."""
 
+    reads_in_any_thread = False  # an engine has one cache and threads of its own
+
     def __init__(self, stack: Transformer, encode: Encode) -> None:
         self.__dict__.update(stack.__dict__)  # the same parameters
         self.encode = encode

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from threading import Barrier
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,7 +23,9 @@ from plume.util import drawings
 
 if TYPE_CHECKING:
     from plume.model.heads import Model
+    from plume.model.ragged import PrefixTree
 
+B, R = TypeVar("B"), TypeVar("R")
 ROWS_AT_ONCE = 64  # all logits of a long text at once would be large
 WINDOWS_AT_ONCE = 64  # of a long text that are cut at once
 
@@ -106,12 +111,11 @@ class CausalScorer:
 
         self.model, self.tokenizer, self.budget = model, tokenizer, budget
         self.likelihoods = TokenLikelihoods(model, banned, details=details)
+        self.threads = batch_threads(model)
         self.room = model.config.context + 1  # the last token is only predicted, never read
         self.start = start_tokens(tokenizer)
 
     def score(self, requests: Sequence[Request]) -> Iterator[Answer]:
-        import torch
-
         from plume.model.ragged import batches, prefix_trees
 
         inputs = [(r.context + r.target)[:-1] for r in requests]
@@ -121,15 +125,24 @@ class CausalScorer:
         config = self.model.config
         wanted = [slice(len(r.context) - 1, None) for r in requests]
         trees = prefix_trees(inputs, wanted, width=config.width, most=2 * config.context)
-        for batch in batches([len(tree) for tree in trees], self.budget):
-            members = [member for i in batch for member in trees[i].members]
-            mine = [requests[m] for m in members]
-            with torch.inference_mode(), self.model.eval_mode():
-                hidden = self.model.read_ragged([trees[i] for i in batch])  # (A, D)
-                targets = [token for r in mine for token in r.target]
-                filtered = [r.filtered and n == 0 for r in mine for n in range(len(r.target))]
-                whole = self.likelihoods.read(hidden, targets, filtered)
-            yield from zip(members, whole.cut(len(r.target) for r in mine), strict=True)
+        made = [[trees[i] for i in batch] for batch in batches([len(tree) for tree in trees], self.budget)]
+        with self.model.eval_mode():
+            yield from in_threads(lambda batch: self._scored(batch, requests), made, self.threads)
+
+    def _scored(self, trees: list[PrefixTree], requests: Sequence[Request]) -> list[Answer]:
+        import torch
+
+        members = [member for tree in trees for member in tree.members]
+        mine = [requests[m] for m in members]
+        targets = [token for r in mine for token in r.target]
+        filtered = [r.filtered and n == 0 for r in mine for n in range(len(r.target))]
+        rows, before = list[int](), 0
+        for tree in trees:
+            rows += [before + row for row in tree.rows]
+            before += len(tree.wanted)
+        with torch.inference_mode():
+            whole = self.likelihoods.read(self.model.read_ragged(trees), targets, filtered, rows)  # (A, D)
+        return list(zip(members, whole.cut(len(r.target) for r in mine), strict=True))
 
 
 class MaskedScorer:
@@ -146,6 +159,7 @@ class MaskedScorer:
             raise UserError("this masked model's tokenizer has no mask token, so no token can be masked")
         self.model, self.tokenizer, self.budget, self.mask = model, tokenizer, budget, tokenizer.mask
         self.likelihoods = TokenLikelihoods(model, banned, details=details)
+        self.threads = batch_threads(model)
         around = tokenizer.add_special_tokens([-1])[0]
         self.before = around.index(-1)
         self.room = model.config.context - len(around) + 1
@@ -160,18 +174,20 @@ class MaskedScorer:
         order = sorted(range(len(requests)), key=lambda i: -len(wholes[i]))  # so that neighbours share batches
         rows = [(i, n) for i in order for n in range(len(requests[i].target))]
         found: dict[int, list[Score | None]] = {i: [None] * len(requests[i].target) for i in order}
-        for batch in batches([len(wholes[i]) for i, _ in rows], self.budget):
-            for (i, n), score in self._masked([rows[b] for b in batch], requests, wholes):
-                found[i][n] = score
-            for i in dict.fromkeys(rows[b][0] for b in batch):
-                parts = [score for score in found[i] if score is not None]
-                if len(parts) == len(found[i]):
-                    yield i, joined(parts)
-                    found[i] = []
+        made = [[rows[b] for b in batch] for batch in batches([len(wholes[i]) for i, _ in rows], self.budget)]
+        with self.model.eval_mode():
+            for batch in in_threads(lambda batch: [self._masked(batch, requests, wholes)], made, self.threads):
+                for (i, n), score in batch:
+                    found[i][n] = score
+                for i in dict.fromkeys(i for (i, _), _ in batch):
+                    parts = [score for score in found[i] if score is not None]
+                    if len(parts) == len(found[i]):
+                        yield i, joined(parts)
+                        found[i] = []
 
     def _masked(
         self, rows: list[tuple[int, int]], requests: Sequence[Request], wholes: list[list[int]]
-    ) -> Iterator[tuple[tuple[int, int], Score]]:
+    ) -> list[tuple[tuple[int, int], Score]]:
         import torch
 
         from plume.model.ragged import PrefixTree
@@ -184,13 +200,60 @@ class MaskedScorer:
             trees[-1].add(i, tokens, 0, slice(place, place + 1))
         targets = [requests[i].target[n] for i, n in rows]
         filtered = [requests[i].filtered and n == 0 for i, n in rows]
-        with torch.inference_mode(), self.model.eval_mode():
+        with torch.inference_mode():
             whole = self.likelihoods.read(self.model.read_ragged(trees), targets, filtered)
-        yield from zip(rows, whole.cut([1] * len(rows)), strict=True)
+        return list(zip(rows, whole.cut([1] * len(rows)), strict=True))
 
     def fill(self, tokens: Sequence[int]) -> list[int]:
         """The tokens with every mask filled in, the surest one first."""
         return fill_all_masks(self.model, self.tokenizer, tokens)
+
+
+# ---- batches in threads ------------------------------------------------------------------------------------------
+
+
+def batch_threads(model: Model) -> int:
+    """Batches that are computed at the same time; other devices, and engines, take one after the other."""
+    import torch
+
+    own = model.table.device.type == "cpu" and model.body.reads_in_any_thread
+    return torch.get_num_threads() if own else 1
+
+
+def in_threads(work: Callable[[B], Sequence[R]], batches: Sequence[B], threads: int) -> Iterator[R]:
+    """The results of each batch, in order. One batch for each thread scales better than all threads on one."""
+    if threads == 1 or len(batches) < 2 * threads:
+        for batch in batches:
+            yield from work(batch)
+        return
+    ready, waiting = Barrier(threads + 1), deque[Future[Sequence[R]]]()
+    pool = ThreadPoolExecutor(threads, initializer=compute_alone, initargs=(ready,))
+    try:
+        waiting += [pool.submit(work, batch) for batch in batches[:threads]]
+        ready.wait()
+        keep_threads(threads)
+        for batch in batches[threads:]:
+            waiting.append(pool.submit(work, batch))
+            if len(waiting) > 2 * threads:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def compute_alone(ready: Barrier) -> None:
+    """Operations that this thread calls use no other thread."""
+    keep_threads(1)
+    ready.wait()
+
+
+def keep_threads(count: int) -> None:
+    """For this thread, and for those that begin later; threads that have computed keep theirs."""
+    import torch
+
+    torch.get_num_threads()  # a thread takes the common number when it first asks, and not again
+    torch.set_num_threads(count)
 
 
 # ---- text to requests, scores to text ----------------------------------------------------------------------------

@@ -158,33 +158,45 @@ class TokenLikelihoods:
         self.model, self.vocab_size, self.details = model, model.config.vocab_size, details
         self.banned = torch.tensor(sorted(banned), dtype=torch.long, device=model.table.device)
 
-    def read(self, hidden: Tensor, targets: Sequence[int], filtered: Sequence[bool]) -> Score:
-        """(A, D) hidden states against A tokens; where filtered, banned tokens cannot be the likeliest."""
-        wanted = torch.tensor(targets, device=hidden.device)
-        barred = torch.tensor(filtered, device=hidden.device).nonzero()  # (barred, 1)
+    def read(
+        self, hidden: Tensor, targets: Sequence[int], filtered: Sequence[bool], rows: Sequence[int] | None = None
+    ) -> Score:
+        """(A, D) hidden states against Q tokens; where filtered, banned tokens cannot be the likeliest.
+
+        `rows` (Q,) says which hidden state predicts each token; unset: one each, in order.
+        """
+        wanted, at = (torch.tensor(numbers, device=hidden.device) for numbers in (targets, rows or range(len(targets))))
+        if any(filtered):  # a state may predict tokens with and without the filter
+            hidden, at = hidden[at], torch.arange(len(wanted), device=hidden.device)
+        barred = torch.tensor(filtered, device=hidden.device).nonzero()[:, 0]
         top = torch.full((len(hidden),), -torch.inf, device=hidden.device)  # the largest logit so far
         mass = torch.zeros_like(top)  # the sum of exp(logit - top) so far
-        best, found = top.clone(), top.clone()  # the largest that may be predicted, and the target's
-        hits = torch.zeros_like(top, dtype=torch.bool)
+        best = top.clone()  # the largest that may be predicted
+        found = torch.full_like(wanted, -torch.inf, dtype=top.dtype)  # the target's
+        hits = torch.zeros_like(wanted, dtype=torch.bool)
         for first, logits in self.parts(hidden):  # (A, columns)
             inside = ((wanted >= first) & (wanted < first + logits.shape[1])).nonzero()[:, 0]
-            target = wanted[inside] - first
-            found[inside] = logits[inside, target]
-            leader = logits.amax(dim=1)
-            new = torch.maximum(top, leader)
-            mass = mass * (top - new).exp_() + (logits - new[:, None]).exp_().sum(dim=1)
-            top = new
-            if len(barred):
-                banned = self.banned[(self.banned >= first) & (self.banned < first + logits.shape[1])] - first
-                logits[barred, banned] = -torch.inf
-                leader = logits.amax(dim=1)
-            hits &= found >= leader
+            found[inside] = logits[at[inside], wanted[inside] - first]
+            allowed = self.allowed(logits, barred, first)
+            leader = allowed.amax(dim=1)
+            hits &= found >= leader[at]
             # of equals the first counts, so the target must beat whatever came before it
-            hits[inside] = (logits[inside].argmax(dim=1) == target) & (logits[inside, target] > best[inside])
+            rivals = inside[(found[inside] >= leader[at[inside]]) & (found[inside] > best[at[inside]])]
+            hits[rivals] = allowed[at[rivals]].argmax(dim=1) == wanted[rivals] - first
             best = torch.maximum(best, leader)
+            new = torch.maximum(top, leader if allowed is logits else logits.amax(dim=1))
+            mass = mass * (top - new).exp_() + logits.sub_(new[:, None]).exp_().sum(dim=1)
+            top = new
         scale = top + mass.log_()
-        columns = [(found - scale), (best - scale), hits, *(self.ranks(hidden, found, scale) if self.details else ())]
-        return Score(*(column.cpu().numpy() for column in columns))
+        ranks = self.ranks(hidden[at], found, scale[at]) if self.details else ()
+        return Score(*(column.cpu().numpy() for column in (found - scale[at], (best - scale)[at], hits, *ranks)))
+
+    def allowed(self, logits: Tensor, barred: Tensor, first: int) -> Tensor:
+        """The logits that a prediction is made from: in barred rows without the banned tokens."""
+        if not len(barred):
+            return logits
+        banned = self.banned[(self.banned >= first) & (self.banned < first + logits.shape[1])] - first
+        return logits.index_put((barred[:, None], banned), logits.new_tensor(-torch.inf))
 
     def ranks(self, hidden: Tensor, found: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """How many tokens are likelier than the one that was found, and the entropy of all."""

@@ -25,7 +25,9 @@ class PrefixTree:
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.members: list[int] = []  # whose sequences these are
-        self.wanted: list[int] = []  # places whose hidden states are returned, member by member
+        self.wanted: list[int] = []  # places whose hidden states are returned, each once
+        self.rows: list[int] = []  # which of these each member's wanted tokens are, member by member
+        self._row_of: dict[int, int] = {}  # by place
         self.last: Sequence[int] = ()  # the sequence that was added last,
         self.path: list[int] = []  # and its places
         self.branches: list[tuple[int, int]] = []  # where a later sequence begins, and the place it continues from
@@ -43,7 +45,11 @@ class PrefixTree:
         self.path = [*self.path[:shared], *range(begin, len(self))]
         self.last = sequence
         self.members.append(member)
-        self.wanted += self.path[wanted]
+        for place in self.path[wanted]:
+            if place not in self._row_of:
+                self._row_of[place] = len(self.wanted)
+                self.wanted.append(place)
+            self.rows.append(self._row_of[place])
 
     def visible(self, band: int) -> Bools:
         """Who attends to whom, (T, T); with a band, only so many positions back."""

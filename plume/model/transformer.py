@@ -265,6 +265,8 @@ class Transformer(nn.Module):
     computed for the real part never depends on the padding.
     """
 
+    reads_in_any_thread = True
+
     def __init__(self, config: ModelConfig, *, role: str = "alone") -> None:
         super().__init__()
         self.config = config

@@ -2,6 +2,7 @@
 
 import math
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -50,13 +51,8 @@ AS_MANY = [Request((1, 2), (3, 4)), Request((1, 2), (5, 6))]  # asked places as 
 FOUR = [Request((1, 2, 3, 4), (n, 9, n)) for n in (5, 6, 7, 8)]
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("made", [some_requests, lambda _: AS_MANY, lambda _: FOUR], ids=["many", "two", "four"])
-def test_scores_equal_a_loop_one_request_at_a_time(causal, made):
-    theirs, scorer = causal
-    requests = made(theirs.config.vocab_size)
-    found = dict(scorer.score(requests))
-    assert sorted(found) == list(range(len(requests)))
+def compare(theirs, requests, found):
+    """With the logits of transformers, one request at a time."""
     for number, request in enumerate(requests):
         whole = torch.tensor([request.context + request.target])
         logprobs = theirs(whole[:, :-1]).logits[0].log_softmax(-1)[len(request.context) - 1 :]
@@ -66,6 +62,51 @@ def test_scores_equal_a_loop_one_request_at_a_time(causal, made):
             logprobs[0, [5, 6, 7]] = -torch.inf
         assert found[number].hits.tolist() == (logprobs.argmax(-1) == whole[0, len(request.context) :]).tolist()
         np.testing.assert_allclose(found[number].best, logprobs.max(-1).values, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("made", [some_requests, lambda _: AS_MANY, lambda _: FOUR], ids=["many", "two", "four"])
+def test_scores_equal_a_loop_one_request_at_a_time(causal, made):
+    theirs, scorer = causal
+    requests = made(theirs.config.vocab_size)
+    compare(theirs, requests, dict(scorer.score(requests)))
+
+
+@torch.no_grad()
+def test_batches_in_threads_give_the_same_scores_and_leave_the_number_of_threads(causal, trained_folder, monkeypatch):
+    theirs, scorer = causal
+    before, used, read = torch.get_num_threads(), set(), scorer.likelihoods.read
+    monkeypatch.setattr(scorer, "threads", 3)
+    monkeypatch.setattr(
+        scorer.likelihoods,
+        "read",
+        lambda *given: used.add((threading.get_ident(), torch.get_num_threads())) or read(*given),
+    )
+    torch.set_num_threads(3)
+    try:
+        requests = some_requests(theirs.config.vocab_size)
+        compare(theirs, requests, dict(scorer.score(requests)))
+        assert torch.get_num_threads() == 3 and {threads for _, threads in used} == {1}
+        assert threading.get_ident() not in {thread for thread, _ in used}
+        scores = scorer.score(requests)
+        next(scores)
+        scores.close()  # a caller may leave before the end
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def test_a_place_that_predicts_several_tokens_is_compared_with_the_vocabulary_once(causal, monkeypatch):
+    theirs, scorer = causal
+    rows, read = [], scorer.likelihoods.read
+    monkeypatch.setattr(
+        scorer.likelihoods, "read", lambda hidden, *more: rows.append(len(hidden)) or read(hidden, *more)
+    )
+    stem = tuple(range(20, 30))
+    requests = [Request((1,), (*stem, 3, 4)), Request((1,), (*stem, 5, 4)), Request((1,), stem)]
+    compare(theirs, requests, dict(scorer.score(requests)))
+    assert sum(rows) == len(stem) + 1 + 2  # places before the stem's tokens, after it, and one after each branch
 
 
 def test_only_scored_positions_reach_the_last_mlp_and_the_head(causal, monkeypatch):
@@ -99,7 +140,8 @@ def test_prefix_trees_hold_every_sequence_and_each_token_sees_its_own():
     assert sorted(m for b in trees for m in b.members) == list(range(50))
     assert any(len(b.members) > 2 for b in trees) and all(len(b) <= 60 for b in trees)
     for tree in trees:
-        seen, places = tree.visible(0), iter(tree.wanted)
+        assert len(set(tree.wanted)) == len(tree.wanted)
+        seen, places = tree.visible(0), (tree.wanted[row] for row in tree.rows)
         for member in tree.members:
             for end in range(*wanted[member].indices(len(sequences[member]))):
                 ancestors = np.flatnonzero(seen[next(places)])
