@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from plume.model.heads import Model
     from plume.model.ragged import PrefixTree
 
-B, R = TypeVar("B"), TypeVar("R")
+B = TypeVar("B")
+R = TypeVar("R")
 ROWS_AT_ONCE = 64  # all logits of a long text at once would be large
 WINDOWS_AT_ONCE = 64  # of a long text that are cut at once
 

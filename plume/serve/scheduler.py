@@ -333,7 +333,7 @@ class Scheduler:
             self.changed.notify_all()
         self._thread.join()
         with self.changed:
-            self.changed.wait_for(lambda: not self._readings)
+            self.changed.wait_for(lambda: not self._readings, timeout=30)
 
     # -- called from the threads of readings
 
