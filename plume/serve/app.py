@@ -31,7 +31,15 @@ from plume.serve.api_errors import ApiError
 from plume.serve.generation import STREAM_HEADERS, sse
 from plume.serve.middleware import Guard, Metrics, Tracer
 from plume.serve.run_views import Runs, curve, samples
-from plume.serve.served_models import Origin, ServedModels, describe, dump_json, model_entry, parameter_count
+from plume.serve.served_models import (
+    Origin,
+    ServedModels,
+    describe,
+    dump_json,
+    model_entry,
+    parameter_count,
+    trim_regularly,
+)
 
 SUMMARY = "Text completion, scores, masks, labels and explanations of models that Plume trained or opened."
 SWITCH_SECONDS = 0.0005  # that a thread may keep the interpreter while the event loop waits for it
@@ -74,9 +82,11 @@ def create_app(config: ServeConfig, *, log: IO[str] | None = None) -> FastAPI:
         if not models.opened:
             await asyncio.to_thread(models.open_all)
         sys.setswitchinterval(SWITCH_SECONDS)
+        trimming = asyncio.create_task(trim_regularly())
         app.state.ready = True
         yield
         app.state.ready = False
+        trimming.cancel()
         await asyncio.to_thread(models.close)
         if tracer is not None:
             await asyncio.to_thread(tracer.close)

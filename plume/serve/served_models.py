@@ -40,6 +40,7 @@ LONG_TEXT = 50_000  # characters
 BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 NAMES_LISTED = 20  # models in an error message
 FIRST_USED = ("plume.inference.engine_stack", "safetensors.torch")  # by some requests
+TRIM_SECONDS = 60.0  # between two times that free memory is given back
 M_ARENA_MAX = -8  # of glibc's mallopt
 ARENAS = 2  # heaps that all threads share; by default each thread may have its own, with free pages of its own
 
@@ -358,8 +359,20 @@ def share_arenas() -> None:
 def release_memory() -> None:
     """After a model was closed: it is part of reference cycles, and Python does not know how large tensors are."""
     gc.collect()
-    with suppress(OSError, AttributeError):  # another C library than glibc
+    trim_heaps()
+
+
+def trim_heaps() -> None:
+    """Give free pages of the heaps back to the system; glibc alone keeps those below the last one in use."""
+    with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+async def trim_regularly() -> None:
+    """What a burst of requests took is given back, also where no checkpoint is closed."""
+    while True:
+        await asyncio.sleep(TRIM_SECONDS)
+        await asyncio.to_thread(trim_heaps)
 
 
 def engine_settings(config: ServeConfig) -> EngineConfig:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from running import serving
 
 from plume.config import ServeConfig, UserError
 from plume.serve.middleware import CLIENTS_KEPT, RateLimiter
@@ -149,3 +150,11 @@ def test_connections_need_open_files(monkeypatch):
     assert raised == [(1256, 1300)]
     with pytest.raises(UserError, match="connections=2000 needs 2256 open files"):
         allow_connections(ServeConfig(models=("a",), connections=2000))
+
+
+def test_free_memory_is_given_back_regularly(monkeypatch, serve_config, models):
+    trimmed = threading.Event()
+    monkeypatch.setattr("plume.serve.served_models.TRIM_SECONDS", 0.01)
+    monkeypatch.setattr("plume.serve.served_models.trim_heaps", trimmed.set)
+    with serving(replace(serve_config, models=(str(models["gpt"]),), runs=None)):
+        assert trimmed.wait(60)
