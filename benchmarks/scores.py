@@ -101,8 +101,11 @@ def grid_scores(base: Path, place: Path, count: int, epochs: float) -> dict[floa
     plan = make_plan(finetune_config(base, place, "grid", lr=1e-3, epochs=epochs))
     steps = planned_steps(plan.config, Grouped(plan.train, plan.config.batch, seed=0).steps)
     settings = Ranks(device=CPU), choose_precision(CPU, "float32")
-    rates = np.geomspace(1e-5, 1e-2, count).tolist()
-    return {lr: -try_rate(replace(plan, lr=lr), steps, place / "grid", *settings) for lr in rates}
+    found = dict[float, float]()
+    for lr in np.geomspace(1e-5, 1e-2, count).tolist():
+        found[lr] = -try_rate(replace(plan, lr=lr), steps, place / "grid", *settings)
+        print(f"grid: learning rate {lr:.2g}, score {found[lr]:.4f}", flush=True)
+    return found
 
 
 # ---- BLiMP -------------------------------------------------------------------------------------------------------

@@ -227,12 +227,15 @@ def in_threads(work: Callable[[B], Sequence[R]], batches: Sequence[B], threads: 
         for batch in batches:
             yield from work(batch)
         return
+    import torch
+
+    own = torch.get_num_threads()  # a thread takes the common number when it first asks, and then keeps it
     ready, waiting = Barrier(threads + 1), deque[Future[Sequence[R]]]()
     pool = ThreadPoolExecutor(threads, initializer=compute_alone, initargs=(ready,))
     try:
         waiting += [pool.submit(work, batch) for batch in batches[:threads]]
         ready.wait()
-        keep_threads(threads)
+        torch.set_num_threads(own)  # for threads that begin later
         for batch in batches[threads:]:
             waiting.append(pool.submit(work, batch))
             if len(waiting) > 2 * threads:
@@ -245,16 +248,11 @@ def in_threads(work: Callable[[B], Sequence[R]], batches: Sequence[B], threads: 
 
 def compute_alone(ready: Barrier) -> None:
     """Operations that this thread calls use no other thread."""
-    keep_threads(1)
-    ready.wait()
-
-
-def keep_threads(count: int) -> None:
-    """For this thread, and for those that begin later; threads that have computed keep theirs."""
     import torch
 
-    torch.get_num_threads()  # a thread takes the common number when it first asks, and not again
-    torch.set_num_threads(count)
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+    ready.wait()
 
 
 # ---- text to requests, scores to text ----------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from plume.config import EvaluateConfig, UserError
 from plume.evaluate import evaluate
 from plume.evaluate.subject import ScoreStore
 from plume.hf import load_model
-from plume.inference.scoring import Request, scorer_for, windows
+from plume.inference.engine_stack import with_engine
+from plume.inference.scoring import Request, batch_threads, scorer_for, windows
 from plume.model import loss
 from plume.model.heads import Model
 from plume.model.ragged import batches, prefix_trees
@@ -94,6 +95,23 @@ def test_batches_in_threads_give_the_same_scores_and_leave_the_number_of_threads
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_masked_tokens_in_threads_have_the_same_scores(masked, monkeypatch):
+    theirs, scorer = masked
+    requests = [Request(r.context[:9], r.target[:9]) for r in some_requests(theirs.config.vocab_size, 20)]
+    alone = dict(scorer.score(requests))
+    monkeypatch.setattr(scorer, "threads", 3)
+    found = dict(scorer.score(requests))
+    assert found.keys() == alone.keys() == set(range(len(requests)))
+    for number, score in found.items():
+        np.testing.assert_allclose(score.logprobs, alone[number].logprobs, atol=1e-5)
+
+
+def test_an_engine_reads_one_batch_after_the_other(causal):
+    model = causal[1].model
+    assert batch_threads(model) == torch.get_num_threads()
+    assert batch_threads(with_engine(model, lambda *given: [])) == 1
 
 
 @torch.no_grad()
