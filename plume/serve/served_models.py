@@ -39,7 +39,7 @@ TOKENS_REMEMBERED = 2048  # of explained texts, over all of them
 LONG_TEXT = 50_000  # characters
 BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 NAMES_LISTED = 20  # models in an error message
-FIRST_USED = ("plume.inference.engine_stack", "safetensors.torch")  # by some requests
+FIRST_USED = ("plume.inference.engine_stack", "safetensors.torch", "encodings.idna")  # by some requests
 TRIM_SECONDS = 60.0  # between two times that free memory is given back
 M_ARENA_MAX = -8  # of glibc's mallopt
 ARENAS = 2  # heaps that all threads share; by default each thread may have its own, with free pages of its own
