@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from plume.inference.batcher import Batcher, common
 from plume.inference.engine import Engine, Logits
+from plume.inference.sampler import Picked, Row
 from plume.inference.sequences import SequenceState, TokenChoice
 
 T = TypeVar("T")
@@ -67,12 +68,21 @@ class FaultIsolatedSequence(SequenceState):
 
     error: Exception | None = None
 
-    def accept(self, logits: Logits, guesses: Sequence[int]) -> int:
+    def rows(self, logits: Logits, guesses: Sequence[int]) -> list[Row]:
         try:
-            return super().accept(logits, guesses)
+            return super().rows(logits, guesses)
         except Exception as error:
-            self.error, self.finish_reason = error, "error"
-            return 0
+            self.error = error
+            return []
+
+    def accept(self, picked: Sequence[Picked], guesses: Sequence[int]) -> int:
+        try:
+            if self.error is None:
+                return super().accept(picked, guesses)
+        except Exception as error:
+            self.error = error
+        self.finish_reason = "error"
+        return 0
 
 
 @dataclass(eq=False)
