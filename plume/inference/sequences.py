@@ -302,6 +302,28 @@ class SequenceState:
         )
 
 
+class FaultIsolatedSequence(SequenceState):
+    """A sequence whose own failure ends it alone, not the batch it is in."""
+
+    error: Exception | None = None
+
+    def rows(self, logits: Floats, guesses: Sequence[int]) -> list[sampler.Row]:
+        try:
+            return super().rows(logits, guesses)
+        except Exception as error:
+            self.error = error
+            return []
+
+    def accept(self, picked: Sequence[sampler.Picked], guesses: Sequence[int]) -> int:
+        try:
+            if self.error is None:
+                return super().accept(picked, guesses)
+        except Exception as error:
+            self.error = error
+        self.finish_reason = "error"
+        return 0
+
+
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of the text that the stop begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -12,11 +12,11 @@ import pytest
 from plume.config import PRESETS, SamplingConfig
 from plume.inference.batcher import Batcher
 from plume.inference.engine import Feed
+from plume.inference.sequences import FaultIsolatedSequence
 from plume.serve.scheduler import (
     Busy,
     Cancelled,
     Closed,
-    FaultIsolatedSequence,
     ScheduledBatcher,
     ScheduledSequence,
     Scheduler,

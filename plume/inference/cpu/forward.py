@@ -41,9 +41,10 @@ from plume.inference.cpu.pack import (
 from plume.inference.cpu.panels import GROUP, LANES, PANEL
 from plume.inference.cpu.sampling import Work, answer_all
 
-FEW, MANY = (4 if lanes.WIDE else 2), tiles.TOGETHER[0]  # neighbouring queries that attend together
-mix_1, mix_1x4, mix_few, mix_few_2, mix_many, mix_many_2 = (
-    tiles.tile(tiles.float_tile(q, p)) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, 2))
+FEW, MANY = (4, 12) if lanes.WIDE else (2, 6)  # neighbouring queries that attend together
+BESIDE = 2 if lanes.WIDE else 1  # blocks that many meet together: their sums fill the registers
+mix_1, mix_1x4, mix_few, mix_few_2, mix_many, mix_many_beside = (
+    tiles.tile(tiles.float_tile(q, p)) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, BESIDE))
 )
 
 if sys.platform == "win32":
@@ -128,9 +129,9 @@ def mix(
             taken = 4
         elif queries == 1:
             mix_1(a, 0, values, stride, 0, o, out_stride, depth)
-        elif queries == MANY and b + 2 <= blocks:
-            mix_many_2(a, block_stride, values, stride, 0, o, out_stride, depth)
-            taken = 2
+        elif queries == MANY and b + BESIDE <= blocks:
+            mix_many_beside(a, block_stride, values, stride, 0, o, out_stride, depth)
+            taken = BESIDE
         elif queries == MANY:
             mix_many(a, 0, values, stride, 0, o, out_stride, depth)
         elif b + 2 <= blocks:

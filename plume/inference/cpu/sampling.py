@@ -64,7 +64,7 @@ class Cut(NamedTuple):
     """What is kept: keys below `key`, and those equal to it of ids up to `last`."""
 
     key: Any
-    last: int
+    last: Any
 
 
 class Work(NamedTuple):
@@ -468,7 +468,9 @@ class Workspace:
         self._sums = np.empty((threads, BUCKETS))
         self._hashes, self.vocab = hashes, vocab
         self.works = [
-            Work(*(int(memory.ctypes.data + 4 * start) for start in starts[:-1]), hashes.ctypes.data, sums.ctypes.data)
+            Work._make(
+                (*(memory.ctypes.data + 4 * int(at) for at in starts[:-1]), hashes.ctypes.data, sums.ctypes.data)
+            )
             for memory, sums in zip(self._memory, self._sums, strict=True)
         ]
 

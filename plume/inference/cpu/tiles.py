@@ -228,18 +228,22 @@ def _bytes_times_bytes(
             large = builder.udiv(g, whole(GROUP // size))
             at = builder.add(scale_offset, builder.mul(large, whole(4)))
             scale = [splat(builder, load(builder, token, at, F32)) for token in token_at]
-            result = list(sums)
-            for i in range(panels * vectors):
-                weight_scale = scales(builder, bases[i // vectors], part[i % vectors])
-                for t in range(tokens):
-                    n, both = t * panels * vectors + i, builder.fmul(weight_scale, scale[t])
-                    result[n] = multiply_add(builder, builder.sitofp(totals[n], FLOATS), both, sums[n])
-            return result
+            return _scaled(builder, totals, sums, [scales(builder, base, v) for base in bases for v in part], scale)
 
         first = _starts(builder, start, panels * vectors, part.start) * tokens
         _store(builder, times(builder, count, first, group), out, out_stride, panels * vectors, part.start)
 
     return emit
+
+
+def _scaled(builder: Any, totals: list[Any], sums: list[Any], weights: list[Any], tokens: list[Any]) -> list[Any]:
+    """Sums of a group's whole numbers, times the scales of weights and tokens, added to those of the groups before."""
+    result = list(sums)
+    for i, weight in enumerate(weights):
+        for t, token in enumerate(tokens):
+            n, both = t * len(weights) + i, builder.fmul(weight, token)
+            result[n] = multiply_add(builder, builder.sitofp(totals[n], FLOATS), both, sums[n])
+    return result
 
 
 def _unpacked(builder: Any, both: Any) -> tuple[Any, Any]:
@@ -293,14 +297,9 @@ def int4_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
             totals = times(builder, whole(SMALL_GROUP // 8), first, steps)
             at = builder.add(scale_offset, builder.mul(builder.lshr(g, whole(1)), whole(4)))
             scale = [splat(builder, load(builder, one, at, F32)) for one in token_at]
-            result = list(sums)
-            for i in range(panels * vectors):
-                place = builder.add(panel_at[i // vectors], group_at)
-                weight_scale = half_floats(builder, place, part[i % vectors] * 2 * LANES)
-                for t in range(tokens):
-                    n, both = t * panels * vectors + i, builder.fmul(weight_scale, scale[t])
-                    result[n] = multiply_add(builder, builder.sitofp(totals[n], FLOATS), both, sums[n])
-            return result
+            bases = [builder.add(panel, group_at) for panel in panel_at]
+            scales = [half_floats(builder, base, v * 2 * LANES) for base in bases for v in part]
+            return _scaled(builder, totals, sums, scales, scale)
 
         first = _starts(builder, start, panels * vectors, part.start) * tokens
         _store(builder, times(builder, count, first, group), out, out_stride, panels * vectors, part.start)
