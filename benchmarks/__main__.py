@@ -40,6 +40,7 @@ JOBS = {  # name -> (words behind `python -m benchmarks.`, options at which it o
     "distill": ("distill", "--steps 4 --student-steps 4"),
     "exact": ("exact", "--minutes 0.05 --windows 2"),
     "decode": ("decode", "--preset gpt2-laptop --new-tokens 4 --prefill-tokens 16 --rounds 1"),
+    "samplers": ("samplers", "--preset gpt2-laptop --new-tokens 4 --rounds 1"),
     "encoders": ("encoders", "--sizes 2x128 --texts 2 --tokens 16 --rounds 1"),
     "evaluate": ("evaluate", "--preset gpt2-laptop --rounds 1 --items 6"),
     "serve.clients": ("serve clients", "--preset gpt2-laptop --rounds 1 --tokens 4"),

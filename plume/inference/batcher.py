@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
-from plume.inference.engine import Engine, Feed, Logits
+from plume.inference.engine import Engine, Feed, Logits, SamplingEngine
+from plume.inference.sampler import Picked, Row, choose_rows
 from plume.inference.sequences import SequenceState
 
 WORTH_COPYING = 16  # fewer shared tokens than this are read again
@@ -90,20 +92,28 @@ class Batcher:
         if not plans:
             return []
         logits = self.engine.step([feed for feed, _ in plans.values()])
-        row, moved = 0, []
-        for slot, (feed, guesses) in plans.items():
+        for slot, (feed, _) in plans.items():
+            self.read[slot] += feed.tokens
+        plans = {slot: plan for slot, plan in plans.items() if plan[0].wanted}  # of others more prompt is to come
+        moved = []
+        for (slot, (_, guesses)), picked in zip(plans.items(), self._pick(logits, plans), strict=True):
             sequence = self.active[slot]
             before = len(sequence.window)
-            self.read[slot] += feed.tokens
-            if feed.wanted == 0:  # more of its prompt is to come
-                continue
-            written = sequence.accept(logits[row : row + feed.wanted], guesses)
-            self._keep(slot, before + written - 1)
-            row += feed.wanted
+            self._keep(slot, before + sequence.accept(picked, guesses) - 1)
             moved.append(sequence)
             if sequence.finish_reason is not None:
                 del self.active[slot]
         return moved
+
+    def _pick(self, logits: Logits, plans: Mapping[int, tuple[Feed, list[int]]]) -> list[list[Picked]]:
+        """What each sequence draws from its rows, all of them together."""
+        first, rows = 0, list[list[Row]]()
+        for slot, (feed, guesses) in plans.items():
+            rows.append(self.active[slot].rows(logits[first : first + feed.wanted], guesses))
+            first += feed.wanted
+        run = self.engine.sample if isinstance(self.engine, SamplingEngine) else None
+        picked = iter(choose_rows([row for own in rows for row in own], run))
+        return [list(islice(picked, len(own))) for own in rows]
 
     def run(self, sequences: Sequence[SequenceState]) -> Iterator[SequenceState]:
         """Run these to their ends, yielding each whenever it has new tokens; those of other threads advance too."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -47,6 +47,14 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Give back threads and memory."""
+
+
+@runtime_checkable
+class SamplingEngine(Protocol):
+    """An engine whose threads also draw tokens."""
+
+    def sample(self, requests: np.ndarray[Any, Any]) -> None:
+        """Answer requests (see cpu/sampling.py) in their place."""
 
 
 class EncoderEngine(Protocol):

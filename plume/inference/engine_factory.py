@@ -115,7 +115,7 @@ def torch_engine(model: Model, wanted: EngineConfig) -> Engine:
 
 
 def packed_weights(folder: Path, precision: PrecisionOrAuto) -> Packed:
-    """The folder's packed weights, memory-mapped; packed now, and kept for the next time, if they are not there."""
+    """The folder's packed weights; packed now, and kept for the next time, if they are not there."""
     source, key, about = source_hash(folder), user_key(), read_config(folder)
     if key is None:
         return pack(finite(load_model(folder)), precision)

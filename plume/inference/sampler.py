@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import fields, replace
+from array import array
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, TypedDict
 
@@ -184,7 +185,49 @@ def draw(ids: Ids, logprobs: Floats, seed: int, sample: int, position: int) -> i
     return int(ids[np.argmax(logprobs + noise(seed, sample, position, ids))])
 
 
-# ---- the same as machine code, where there is numba --------------------------------------------------------------
+# ---- the rows of a step, as machine code where there is numba ------------------------------------------------------
+
+Picked = tuple[int, float | None, tuple[tuple[int, float], ...]]  # a token, its log-probability, the likeliest ones
+Run = Callable[[Any], None]  # answers requests, see cpu/sampling.py
+WORDS = "q"  # 64 bits each, as compiled code reads them
+
+
+@dataclass(frozen=True)
+class Row:
+    """Logits (V,) that a token is to be chosen from, and all that the choice depends on."""
+
+    logits: Floats
+    config: SamplingConfig
+    seed: int
+    sample: int
+    position: int
+    tokens: Sequence[int] = ()  # those before; an array of WORDS spares a copy
+    prompt_length: int = 0
+    ends: Collection[int] = ()
+    scores: Floats | None = None  # instead of what penalties would make of the logits
+
+    @property
+    def penalised(self) -> Floats:
+        if self.scores is not None:
+            return self.scores
+        return penalised(self.logits, self.config, self.tokens, self.prompt_length, self.ends)
+
+    @property
+    def edited(self) -> Floats:
+        """The scores before the penalties that compiled code applies; with bias or bans they come too late for it."""
+        c = self.config
+        too_short = bool(self.ends) and len(self.tokens) - self.prompt_length < c.min_new_tokens
+        ready = self.scores is not None or c.no_repeat_ngram or c.logit_bias or too_short
+        return self.penalised if ready else self.logits
+
+    @property
+    def with_logprobs(self) -> bool:
+        return self.config.logprobs is not None or self.config.best_of is not None
+
+    @property
+    def wanted(self) -> int:
+        """How many alternatives are to be returned."""
+        return 0 if self.config.logprobs is None else min(self.config.logprobs, len(self.logits))
 
 
 @cache
@@ -195,36 +238,66 @@ def _compiled() -> Any:
     except ImportError:
         return None
     with lanes.announced_compilation("sampler"):
-        sampling.sample(np.zeros(2, np.float32), np.uint64(0), 1, 0.5, 0, 0.5, 0.5, *sampling.SCRATCH.arrays(2))
-        sampling.log_sum_exp(np.zeros(2, np.float32))
+        sampling.answer_here(np.zeros(0, sampling.Request))
     return sampling
 
 
-def choose(scores: Floats, config: SamplingConfig, seed: int, sample: int, position: int) -> int:
-    """One token of a row of scores, as `candidates` and `draw` define it."""
-    if config.temperature == 0:
-        return int(np.argmax(scores))
+def choose_rows(rows: Sequence[Row], run: Run | None = None) -> list[Picked]:
+    """A token for each row, as `candidates` and `draw` define it; `run` shares the rows among an engine's threads."""
     if (code := _compiled()) is None:
-        return draw(*candidates(scores, config), seed, sample, position)
-    scaled = scores if config.temperature == 1 else scores / np.float32(config.temperature)
-    top_p, min_p, typical_p = (0.0 if p is None else p for p in (config.top_p, config.min_p, config.typical_p))
-    token: int = code.sample(
-        scaled,
-        np.uint64(noise_key(seed, sample, position)),
-        0 if config.top_k is None else config.top_k,
-        top_p,
-        code.USUAL if config.top_p_rule == "usual" else code.OPENAI,
-        min_p,
-        typical_p,
-        *code.SCRATCH.arrays(len(scaled)),
-    )
+        return [_picked(row, choose_plainly(row.penalised, row)) for row in rows]
+    requests = np.empty(len(rows), code.Request)
+    held = [_fill(requests, i, row, code) for i, row in enumerate(rows)]  # memory that the requests point to
+    (code.answer_here if run is None else run)(requests)
+    del held
+    tokens, totals, tops = requests["token"].tolist(), requests["normaliser"].tolist(), requests["top"]
+    return [_picked(row, tokens[i], totals[i], tops[i]) for i, row in enumerate(rows)]
+
+
+def _fill(requests: Any, i: int, row: Row, code: Any) -> tuple[Any, ...]:
+    """Write one request; returns what must live until it is answered."""
+    c, scores = row.config, row.edited
+    counted = c.repetition_penalty != 1 or c.presence_penalty != 0 or c.frequency_penalty != 0
+    history = array(WORDS)
+    if counted and scores is row.logits and len(row.tokens):
+        history = row.tokens if isinstance(row.tokens, array) else array(WORDS, row.tokens)
+    own = row.logits.__array_interface__["data"][0]
+    rules = (0.0 if p is None else p for p in (c.top_p, c.min_p, c.typical_p))
+    requests[i] = (
+        own, own if scores is row.logits else scores.__array_interface__["data"][0], len(scores),
+        history.buffer_info()[0], len(history), row.prompt_length, noise_key(row.seed, row.sample, row.position),
+        0 if c.top_k is None else c.top_k, code.USUAL if c.top_p_rule == "usual" else code.OPENAI,
+        min(row.wanted, code.MOST) if row.with_logprobs else -1, c.temperature, *rules, c.repetition_penalty,
+        c.presence_penalty, c.frequency_penalty, 0, 0.0, 0,
+    )  # fmt: skip
+    return scores, history
+
+
+def _picked(row: Row, token: int, total: float | None = None, top: Ids | None = None) -> Picked:
+    """A token with its log-probabilities, where they are wanted."""
+    if not row.with_logprobs:
+        return token, None, ()
+    total = log_normaliser(row.logits) if total is None else total
+    if row.wanted == 0:
+        return token, float(row.logits[token]) - total, ()
+    if top is None or row.wanted > len(top):
+        top = largest(row.logits, row.wanted)
+    best = tuple((int(i), float(row.logits[i]) - total) for i in top[: row.wanted])
+    return token, float(row.logits[token]) - total, best
+
+
+def choose_plainly(scores: Floats, row: Row) -> int:
+    """The definition."""
+    return draw(*candidates(scores, row.config), row.seed, row.sample, row.position)
+
+
+def choose(scores: Floats, config: SamplingConfig, seed: int, sample: int, position: int) -> int:
+    """One token of scores that are penalised already."""
+    ((token, _, _),) = choose_rows([Row(scores, config, seed, sample, position, scores=scores)])
     return token
 
 
 def log_normaliser(logits: Floats) -> float:
     """What a logit's log-probability is less than it."""
-    if (code := _compiled()) is not None:
-        found: float = code.log_sum_exp(logits)
-        return found
     highest = float(logits.max())
     return highest + float(np.log(np.exp(logits - highest).sum(dtype=np.float64)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -170,6 +171,7 @@ class SequenceState:
             tokens, self.owed = healing(tokenizer).take_back(tokens, tokenizer.start)
         self.skip = len(self.owed.decode())  # characters of the prompt that come again
         self.tokens = tokens  # prompt and answer
+        self._history = array(sampler.WORDS, tokens)  # the same for compiled code
         self.prompt_length = len(tokens)
         self.base = 0  # where the window starts; moves when it slides
         self.ends = frozenset((*(() if config.ignore_eos else tokenizer.ends), *config.stop_tokens))
@@ -200,12 +202,16 @@ class SequenceState:
         most = min(self.config.speculate_tokens, room, left)
         return self.guess(self.tokens, most) if most > 0 else []
 
-    def accept(self, logits: Floats, guesses: Sequence[int]) -> int:
-        """Take rows of logits (one more than there were guesses); returns how many tokens were written."""
-        for i, row in enumerate(logits):
-            token = self._pick(row[: self.vocab_size])
-            self._write(token)
-            if self.finish_reason is not None or i == len(guesses) or token.id != guesses[i]:
+    def rows(self, logits: Floats, guesses: Sequence[int]) -> list[sampler.Row]:
+        """What is to be chosen from rows of logits, one more than there were guesses; each row is that behind one more
+        guess."""
+        return [self._row(logits[i, : self.vocab_size], guesses[:i]) for i in range(len(logits))]
+
+    def accept(self, picked: Sequence[sampler.Picked], guesses: Sequence[int]) -> int:
+        """Take what was chosen from these rows; returns how many tokens were written."""
+        for i, choice in enumerate(picked):
+            self._write(TokenChoice(*choice))
+            if self.finish_reason is not None or i == len(guesses) or choice[0] != guesses[i]:
                 return i + 1
         raise AssertionError("there is one row more than there are guesses")
 
@@ -219,19 +225,19 @@ class SequenceState:
 
     # -- choosing
 
-    def _pick(self, logits: Floats) -> TokenChoice:
-        scores = sampler.penalised(logits, self.config, self.tokens, self.prompt_length, self.ends)
-        if self.owed:
-            allowed: Ids = np.array(healing(self.tokenizer).starting_with(self.owed))
-            given = scores if np.isfinite(scores[allowed]).any() else logits  # a ban of all of them cannot hold
-            scores = np.full_like(scores, -np.inf)
-            scores[allowed] = given[allowed]
-        token = sampler.choose(scores, self.config, self.seed, self.sample, len(self.choices))
-        if self.config.logprobs is None and self.config.best_of is None:
-            return TokenChoice(token)
-        total = sampler.log_normaliser(logits)
-        top = sampler.largest(logits, self.config.logprobs) if self.config.logprobs else ()
-        return TokenChoice(token, float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in top))
+    def _row(self, logits: Floats, guessed: Sequence[int]) -> sampler.Row:
+        tokens = self._history + array(sampler.WORDS, guessed) if guessed else self._history
+        position = len(self.choices) + len(guessed)
+        row = sampler.Row(logits, self.config, self.seed, self.sample, position, tokens, self.prompt_length, self.ends)
+        return replace(row, scores=self._healed(row)) if self.owed else row
+
+    def _healed(self, row: sampler.Row) -> Floats:
+        """Scores of the tokens alone that continue what is owed; a ban of all of them cannot hold."""
+        allowed: Ids = np.array(healing(self.tokenizer).starting_with(self.owed))
+        given = row.penalised if np.isfinite(row.penalised[allowed]).any() else row.logits
+        scores = np.full_like(given, -np.inf)
+        scores[allowed] = given[allowed]
+        return scores
 
     def _write(self, choice: TokenChoice) -> None:
         self.choices.append(choice)
@@ -242,6 +248,7 @@ class SequenceState:
             self._finish("stop")
             return
         self.tokens.append(choice.id)
+        self._history.append(choice.id)
         self._show(self._streamer.push(choice.id))
         window_over = self.full and self.config.overflow != "slide"
         if self.finish_reason is None and (window_over or len(self.choices) == self.config.max_new_tokens):
@@ -293,6 +300,28 @@ class SequenceState:
             prompt_tokens=self.prompt_tokens,
             seed=self.seed,
         )
+
+
+class FaultIsolatedSequence(SequenceState):
+    """A sequence whose own failure ends it alone, not the batch it is in."""
+
+    error: Exception | None = None
+
+    def rows(self, logits: Floats, guesses: Sequence[int]) -> list[sampler.Row]:
+        try:
+            return super().rows(logits, guesses)
+        except Exception as error:
+            self.error = error
+            return []
+
+    def accept(self, picked: Sequence[sampler.Picked], guesses: Sequence[int]) -> int:
+        try:
+            if self.error is None:
+                return super().accept(picked, guesses)
+        except Exception as error:
+            self.error = error
+        self.finish_reason = "error"
+        return 0
 
 
 def _overlap(text: str, stop: str) -> int:

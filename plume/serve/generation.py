@@ -16,10 +16,10 @@ from fastapi.responses import Response, StreamingResponse
 
 from plume.config import SamplingConfig
 from plume.inference import sampler
-from plume.inference.sequences import TokenChoice, fresh_seed
+from plume.inference.sequences import FaultIsolatedSequence, TokenChoice, fresh_seed
 from plume.model.likelihood import log_softmax
 from plume.serve.api_errors import ApiError, as_api_error
-from plume.serve.scheduler import FaultIsolatedSequence, ScheduledSequence, Update
+from plume.serve.scheduler import ScheduledSequence, Update
 from plume.serve.schemas import GenerationRequest, TextOrTokens
 from plume.serve.served_models import Served, dump_json
 from plume.text import Tokenizer

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from plume.inference.batcher import Batcher, common
 from plume.inference.engine import Engine, Logits
-from plume.inference.sequences import SequenceState, TokenChoice
+from plume.inference.sequences import FaultIsolatedSequence, TokenChoice
 
 T = TypeVar("T")
 READ_TOKENS = 256  # most prompt tokens that one step or slice reads
@@ -60,19 +60,6 @@ class Update:
     choices: tuple[TokenChoice, ...]
     finish_reason: str | None
     error: Exception | None = None
-
-
-class FaultIsolatedSequence(SequenceState):
-    """A sequence whose own failure ends it alone, not the batch it is in."""
-
-    error: Exception | None = None
-
-    def accept(self, logits: Logits, guesses: Sequence[int]) -> int:
-        try:
-            return super().accept(logits, guesses)
-        except Exception as error:
-            self.error, self.finish_reason = error, "error"
-            return 0
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -190,13 +191,13 @@ def own_cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "plume"
 
 
-def test_packed_weights_are_written_once_and_mapped(trained_folder, own_cache, monkeypatch):
+def test_packed_weights_are_written_once_and_read_again(trained_folder, own_cache, monkeypatch):
     first = engine_factory.packed_weights(trained_folder, "int8")
     path = cache_paths(trained_folder, "int8", source_hash(trained_folder))[0]
     assert path.is_file()
     monkeypatch.setattr(engine_factory, "load_model", lambda _: pytest.fail("packed weights should have been used"))
     second = engine_factory.packed_weights(trained_folder, "int8")
-    assert isinstance(second.block, np.memmap)
+    assert not isinstance(second.block, np.memmap), "a copy, which nobody can change behind the check"
     assert (first.block == second.block).all() and (first.offsets == second.offsets).all()
 
 
@@ -348,17 +349,19 @@ def test_ctrl_c_during_a_step_leaves_the_threads_together(random_model, monkeypa
     """The interrupt comes when the compiled step has ended and before Python has taken what it returned."""
     model = random_model()
     engine, tokens = CpuEngine(pack(model, "float32"), threads=2), some_tokens(model, 30)
-    lead = forward.lead
+    work_on = forward.work_on
 
     def pressed(*given):
-        lead(*given)
-        raise KeyboardInterrupt
+        found = work_on(*given)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        return found
 
     for _ in range(3):
-        monkeypatch.setattr(forward, "lead", pressed)
+        monkeypatch.setattr(forward, "work_on", pressed)
         with pytest.raises(KeyboardInterrupt):
             engine.step([Feed(0, tokens[:20])])
-        monkeypatch.setattr(forward, "lead", lead)
+        monkeypatch.setattr(forward, "work_on", work_on)
         engine.rewind(0, 0)
         for n in range(1, 30, 3):
             row = engine.step([Feed(0, tokens[engine.length(0) : n])])[0]

@@ -8,6 +8,7 @@ import torch
 
 from plume.config import EngineConfig, SamplingConfig, UserError
 from plume.inference.batcher import Batcher
+from plume.inference.sampler import choose_rows
 from plume.inference.sequences import Healing, SequenceState, look_up
 from plume.lm import LM
 
@@ -87,7 +88,7 @@ class Scripted(SequenceState):
                 break
             logits = np.zeros((1, self.vocab_size), np.float32)
             logits[0, token] = 100
-            self.accept(logits, [])
+            self.accept(choose_rows(self.rows(logits, [])), [])
             pieces.append(self.news())
         return pieces
 

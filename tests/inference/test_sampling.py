@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from plume.config import SamplingConfig, UserError
-from plume.inference.sampler import candidates, choose, draw, largest, log_normaliser, noise, penalised
+from plume.inference.sampler import (
+    Row,
+    candidates,
+    choose,
+    choose_plainly,
+    choose_rows,
+    draw,
+    largest,
+    log_normaliser,
+    noise,
+    penalised,
+)
 from plume.model.likelihood import log_softmax
 
 SCORES = np.random.default_rng(0).normal(size=200).astype(np.float32) * 2
@@ -119,6 +130,43 @@ def test_machine_code_has_the_distribution(fields):
     chi_square = sum((counts[i] - draws * p) ** 2 / (draws * p) for i, p in expected.items() if draws * p > 5)
     freedom = sum(draws * p > 5 for p in expected.values()) - 1
     assert chi_square < freedom + 5 * math.sqrt(2 * freedom)
+
+
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+
+
+def some_rows(size=5_000):
+    """Rows of all kinds, as the sequences of one step may be."""
+    random = np.random.default_rng(4)
+    more = [PENALTIES, {**PENALTIES, "logit_bias": {7: 2.0}}, {"logprobs": 5}, {"logprobs": 0}, {"logprobs": 40}]
+    more += [{"temperature": 0.0, "logprobs": 3}, {**PENALTIES, "top_p": 0.9, "logprobs": 2}, {"top_k": 2_000}]
+    made = []
+    for number, fields in enumerate([*RULES, *more]):
+        logits = (random.normal(size=size) * 3).astype(np.float32)
+        tokens = random.integers(0, 50, 80).tolist()
+        made.append(Row(logits, SamplingConfig(**{"top_k": None, **fields}), 5, number, 9, tokens, 30, {3}))
+    return made
+
+
+def test_rows_of_a_step_are_answered_as_the_definition_says():
+    """Tokens, penalties on the way to them, log-probabilities of the model itself, and the likeliest alternatives."""
+    rows = some_rows()
+    for row, (token, logprob, top) in zip(rows, choose_rows(rows), strict=True):
+        assert token == choose_plainly(row.penalised, row), row.config
+        if row.config.logprobs is None:
+            assert (logprob, top) == (None, ())
+            continue
+        known = row.logits.astype(np.float64) - math.log(np.exp(row.logits.astype(np.float64)).sum())
+        assert logprob == pytest.approx(known[token], abs=1e-5)
+        assert [i for i, _ in top] == sorted(range(len(known)), key=lambda i: (-known[i], i))[: row.config.logprobs]
+        assert [p for _, p in top] == pytest.approx([known[i] for i, _ in top], abs=1e-5)
+
+
+def test_rows_do_not_depend_on_each_other():
+    rows = some_rows()
+    together = choose_rows(rows)
+    assert [choose_rows([row])[0] for row in rows] == together
+    assert choose_rows(rows[::-1]) == together[::-1]
 
 
 def test_log_probabilities_and_a_row_without_any_token():

@@ -12,11 +12,11 @@ import pytest
 from plume.config import PRESETS, SamplingConfig
 from plume.inference.batcher import Batcher
 from plume.inference.engine import Feed
+from plume.inference.sequences import FaultIsolatedSequence
 from plume.serve.scheduler import (
     Busy,
     Cancelled,
     Closed,
-    FaultIsolatedSequence,
     ScheduledBatcher,
     ScheduledSequence,
     Scheduler,
@@ -277,9 +277,10 @@ def test_a_broken_step_is_told_and_the_next_request_works(scheduler, engine, tok
     assert written(after) == [21, 22, 23, 24, 25]
 
 
-def test_one_that_fails_does_not_take_the_others_with_it(scheduler, tokenizer):
+@pytest.mark.parametrize("where", ["_row", "_write"])
+def test_one_that_fails_does_not_take_the_others_with_it(scheduler, tokenizer, where):
     bad, bad_moves = ticket(tokenizer, first=1)
-    bad.sequence._pick = lambda row: 1 // 0
+    setattr(bad.sequence, where, lambda *_: 1 // 0)
     fine, moves = ticket(tokenizer, first=40)
     scheduler.submit([bad, fine])
     with pytest.raises(ZeroDivisionError):

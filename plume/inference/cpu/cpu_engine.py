@@ -14,17 +14,24 @@ from plume.inference.cpu import forward
 from plume.inference.cpu.forward import MANY
 from plume.inference.cpu.lanes import announced_compilation
 from plume.inference.cpu.pack import (
+    FORWARD,
     GELU,
     GELU_TANH,
+    JOB_KIND,
     JOB_NUMBER,
+    JOB_ROWS,
     JOB_SIZE,
+    JOB_TAKEN,
+    JOB_WANTED,
     RELU,
+    SAMPLING,
     Packed,
     Shape,
     aligned,
     reserved,
 )
-from plume.inference.cpu.panels import HEADER, KINDS, LANES, PANEL, padded
+from plume.inference.cpu.panels import HEADER, KINDS, LANES, PANEL, Array, padded
+from plume.inference.cpu.sampling import Request, Workspace
 from plume.inference.engine import Feed, Logits
 from plume.util.devices import default_threads
 
@@ -83,6 +90,8 @@ class CpuEngine:
         self._table = np.where(packed.offsets < 0, 0, packed.offsets + packed.block.ctypes.data)
         self._job = aligned(JOB_SIZE, np.int64)
         self._tokens, self._slots, self._positions, self._wanted = (np.zeros(rows, np.int64) for _ in range(4))
+        self._requests = np.zeros(rows, Request)
+        self._workspace = Workspace(config.vocab_size if packed.generates else 1, self.threads)
         self._jobs, self._encoding = 0, threading.Lock()
         self._wake, self._sleeping, self._closed = threading.Condition(), 0, False
         self._helpers = [
@@ -90,7 +99,7 @@ class CpuEngine:
             for i in range(1, self.threads)
         ]
         with announced_compilation("decoder" if packed.generates else "encoder"):
-            self._follow(1, 0, 0, patience=0)
+            self._work(1 % self.threads, 0, 0, 0, patience=0)
             for helper in self._helpers:
                 helper.start()
             if packed.generates:
@@ -162,7 +171,7 @@ class CpuEngine:
         """A helper's life: share in the steps while they come quickly, sleep when they do not."""
         done, meetings = 0, 0
         while True:
-            done, meetings = self._follow(thread, done, meetings, PATIENCE)
+            done, meetings = self._work(thread, 0, done, meetings, PATIENCE)
             with self._wake:
                 self._sleeping += 1
                 self._wake.wait_for(lambda done=done: self._closed or self._jobs != done)  # type: ignore[misc]
@@ -170,22 +179,20 @@ class CpuEngine:
             if self._closed:
                 return
 
-    def _follow(self, thread: int, done: int, meetings: int, patience: int) -> tuple[int, int]:
-        return forward.follow(
-            self.shape, self._table, self._job, self._job.ctypes.data, thread, done, self._tokens, self._slots,
-            self._positions, self._wanted, meetings, patience,
+    def _work(self, thread: int, number: int, done: int, meetings: int, patience: int) -> tuple[int, int]:
+        return forward.work_on(
+            self.shape, self._table, self._job, self._job.ctypes.data, thread, number, done, self._tokens, self._slots,
+            self._positions, self._wanted, self._requests, self._workspace.works[thread], meetings, patience,
         )  # fmt: skip
 
-    def _run(self, rows: int, wanted: int) -> None:
+    def _run(self, kind: int, rows: int, wanted: int) -> None:
         with TURNS.of(self):
+            self._job[[JOB_KIND, JOB_ROWS, JOB_WANTED, JOB_TAKEN]] = kind, rows, wanted, 0
             with self._wake:
                 self._jobs += 1
                 if self._sleeping:
                     self._wake.notify_all()
-            forward.lead(
-                self.shape, self._table, self._job, self._job.ctypes.data, self._jobs, self._tokens, self._slots,
-                self._positions, self._wanted, rows, wanted,
-            )  # fmt: skip
+            self._work(0, self._jobs, self._jobs - 1, 0, patience=1)
 
     def rest(self) -> None:
         """Let the helpers sleep at once, until this engine's next step."""
@@ -229,11 +236,19 @@ class CpuEngine:
             self._wanted[wanted : wanted + feed.wanted] = range(row + new - feed.wanted, row + new)
             self.lengths[feed.slot] += new
             row, wanted = row + new, wanted + feed.wanted
-        self._run(row, wanted)
+        self._run(FORWARD, row, wanted)
         stride = self.shape.logits_stride
         flat = self._memory["logits"][: wanted * stride].view(np.float32)
         logits = flat.reshape(wanted, stride // 4)[:, : self.config.vocab_size]
         return logits.copy() if row == self.rows else logits  # a full part may be followed by another
+
+    def sample(self, requests: Array) -> None:
+        """Answer requests for tokens (see sampling.py), all threads together."""
+        for start in range(0, len(requests), self.rows):
+            part = requests[start : start + self.rows]
+            self._requests[: len(part)] = part
+            self._run(SAMPLING, len(part), 0)
+            part[:] = self._requests[: len(part)]
 
     def encode(
         self,
@@ -271,7 +286,7 @@ class CpuEngine:
                 assert numbers.min() >= 0 and numbers.max() < max(1, c.segments), "a segment is in the table"
                 self._positions[:rows] += c.context * numbers  # a segment has position rows of its own
             self._wanted[:rows] = np.arange(rows)
-            self._run(rows, rows)
+            self._run(FORWARD, rows, rows)
             hidden = self._memory["logits"].view(np.float32)[: rows * stride].reshape(rows, stride)[:, : c.width].copy()
         return np.split(hidden, np.cumsum(lengths)[:-1])
 

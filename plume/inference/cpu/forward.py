@@ -20,8 +20,10 @@ from plume.inference.cpu.pack import (
     FINAL_NORM,
     HEAD,
     JOB_BARRIER,
+    JOB_KIND,
     JOB_NUMBER,
     JOB_ROWS,
+    JOB_TAKEN,
     JOB_WANTED,
     MLP_NORM,
     OUT,
@@ -30,16 +32,19 @@ from plume.inference.cpu.pack import (
     POSITIONS,
     QKV,
     QKV_BIAS,
+    SAMPLING,
     TOKENS,
     UP,
     UP_BIAS,
     Shape,
 )  # fmt: skip
 from plume.inference.cpu.panels import GROUP, LANES, PANEL
+from plume.inference.cpu.sampling import Work, answer_all
 
-FEW, MANY = (4 if lanes.WIDE else 2), tiles.TOGETHER[0]  # neighbouring queries that attend together
-mix_1, mix_1x4, mix_few, mix_few_2, mix_many, mix_many_2 = (
-    tiles.tile(tiles.float_tile(q, p)) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, 2))
+FEW, MANY = (4, 12) if lanes.WIDE else (2, 6)  # neighbouring queries that attend together
+BESIDE = 2 if lanes.WIDE else 1  # blocks that many meet together: their sums fill the registers
+mix_1, mix_1x4, mix_few, mix_few_2, mix_many, mix_many_beside = (
+    tiles.tile(tiles.float_tile(q, p)) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, BESIDE))
 )
 
 if sys.platform == "win32":
@@ -124,9 +129,9 @@ def mix(
             taken = 4
         elif queries == 1:
             mix_1(a, 0, values, stride, 0, o, out_stride, depth)
-        elif queries == MANY and b + 2 <= blocks:
-            mix_many_2(a, block_stride, values, stride, 0, o, out_stride, depth)
-            taken = 2
+        elif queries == MANY and b + BESIDE <= blocks:
+            mix_many_beside(a, block_stride, values, stride, 0, o, out_stride, depth)
+            taken = BESIDE
         elif queries == MANY:
             mix_many(a, 0, values, stride, 0, o, out_stride, depth)
         elif b + 2 <= blocks:
@@ -355,24 +360,17 @@ def head(shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int
 
 
 @compiled
-def lead(
-    shape: Shape, table: Any, job: Any, address: int, number: int, tokens: Any, slots: Any, positions: Any,
-    wanted: Any, rows: int, heads_wanted: int,
-) -> None:  # fmt: skip
-    """What the calling thread does: announce the job and take the first share. It leaves a job after everybody's last
-    meeting, so the counter says how many there have been, even where Ctrl-C came in between."""
-    meetings = lanes.atomic_load(address + 8 * JOB_BARRIER) // shape.threads
-    job[JOB_ROWS], job[JOB_WANTED] = rows, heads_wanted
-    lanes.atomic_store(address + 8 * JOB_NUMBER, number)
-    forward(shape, table, address, 0, tokens, slots, positions, wanted, rows, heads_wanted, meetings)
-
-
-@compiled
-def follow(
-    shape: Shape, table: Any, job: Any, address: int, thread: int, done: int, tokens: Any, slots: Any,
-    positions: Any, wanted: Any, meetings: int, patience: int,
+def work_on(
+    shape: Shape, table: Any, job: Any, address: int, thread: int, number: int, done: int, tokens: Any, slots: Any,
+    positions: Any, wanted: Any, requests: Any, work: Work, meetings: int, patience: int,
 ) -> tuple[int, int]:  # fmt: skip
-    """What a helper does: take its share of every job until none has come for a while, or the job is negative."""
+    """What every thread does. Thread 0, the caller's, announces the job `number` and takes the first share; others take
+    theirs of every job until none has come for a while, or the job is negative. It is one function, so that all
+    threads run the same machine code. Returns the last job and how many meetings there have been."""
+    if thread == 0:
+        # a leader leaves a job after everybody's last meeting, so the counter is right, even where Ctrl-C came between
+        meetings = lanes.atomic_load(address + 8 * JOB_BARRIER) // shape.threads
+        lanes.atomic_store(address + 8 * JOB_NUMBER, number)
     idle = 0
     while idle < patience:
         number = lanes.atomic_load(address + 8 * JOB_NUMBER)
@@ -382,9 +380,13 @@ def follow(
             lanes.pause()
             idle += 1
             continue
-        rows, heads_wanted = job[JOB_ROWS], job[JOB_WANTED]
-        meetings = forward(
-            shape, table, address, thread, tokens, slots, positions, wanted, rows, heads_wanted, meetings
-        )
-        done, idle = number, 0
+        if job[JOB_KIND] == SAMPLING:
+            answer_all(requests, job[JOB_ROWS], address + 8 * JOB_TAKEN, work)
+            meetings = meet(address, shape.threads, meetings)
+        else:
+            meetings = forward(
+                shape, table, address, thread, tokens, slots, positions, wanted, job[JOB_ROWS], job[JOB_WANTED],
+                meetings,
+            )  # fmt: skip
+        done, idle = number, 0 if thread else patience
     return done, meetings

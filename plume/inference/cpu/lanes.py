@@ -158,6 +158,7 @@ halves_at = _pointer(I16, types.uint16)
 shorts_at = _pointer(I16, types.int16)
 ints_at = _pointer(I32, types.int32)
 longs_at = _pointer(I64, types.int64)
+doubles_at = _pointer(ir.DoubleType(), types.float64)
 
 
 @intrinsic

@@ -51,7 +51,9 @@ GELU_TANH, GELU, RELU = 0, 1, 2
 # entries of the table of addresses: those of each layer, then those of the whole model
 ATTN_NORM, QKV, QKV_BIAS, OUT, OUT_BIAS, MLP_NORM, UP, UP_BIAS, DOWN, DOWN_BIAS, PER_LAYER = range(11)
 POSITIONS, FINAL_NORM, HEAD, TOKENS = range(4)  # the last two are one where they are tied
-JOB_NUMBER, JOB_ROWS, JOB_WANTED, JOB_BARRIER, JOB_SIZE = 0, 1, 2, 16, 32  # the barrier has a cache line of its own
+# a job; the counters that threads share have cache lines of their own
+JOB_NUMBER, JOB_ROWS, JOB_WANTED, JOB_KIND, JOB_BARRIER, JOB_TAKEN, JOB_SIZE = 0, 1, 2, 3, 16, 24, 32
+FORWARD, SAMPLING = 0, 1  # kinds of jobs
 
 
 class Shape(NamedTuple):
@@ -323,19 +325,19 @@ def write(packed: Packed, path: Path, source: str, key: bytes) -> None:
 def read(
     path: Path, config: ModelConfig, precision: Precision, source: str, key: bytes, *, logits: bool = True
 ) -> Packed | None:
-    """A packed file that was made from this source, memory-mapped; None for anything else.
+    """A packed file that was made from this source; None for anything else.
 
-    Sizes and offsets follow from the config, never from the file. A file that others may change is copied first.
+    Sizes and offsets follow from the config, never from the file. It is copied and not mapped: anonymous memory can be
+    in pages of two megabytes, which are read faster, and nobody can change it behind the check.
     """
     offsets, size = layout(entry_sizes(config, precision, logits=logits))
     try:
         if path.stat().st_size != PAGE + size:
             return None
-        block: Array = np.memmap(path, np.uint8, mode="r")
-        if not _private(path):
-            copy = aligned(PAGE + size)
-            copy[:] = block
-            block = copy
+        block = aligned(PAGE + size)
+        with path.open("rb") as file:
+            if file.readinto(block) != PAGE + size:  # type: ignore[arg-type]
+                return None
         head = json.loads(bytes(block[:PAGE]))
         block = block[PAGE:]
         fits = (head["format"], head["source"]) == (FORMAT, source)

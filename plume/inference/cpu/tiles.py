@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -35,6 +36,9 @@ from plume.inference.cpu.panels import FIXED, FULL, GROUP, HEADER, LANES, PANEL,
 NEAR, FAR = 2048, 8192  # bytes that weights are fetched before they are needed: to the core, and out of memory
 # tokens in a tile: as many sums as the registers hold, then the rest
 TOGETHER = (12, 8, 4, 2, 1) if WIDE else (3, 2, 1)
+# with so many, a panel is taken in two halves: as many sums, and half as many weights to hold beside them
+HALVED = () if WIDE else (6,)
+WHOLE, HALVES = range(PANEL // LANES), [range(v, v + 1) for v in range(PANEL // LANES)]  # vectors of a panel
 SUMMED = 128  # float products that are added up before their sum is added to the others
 
 Emit = Callable[[Any, Any], None]  # writes a tile's code: the builder, and the tile's eight arguments
@@ -71,23 +75,24 @@ def float_tile(tokens: int, panels: int) -> Emit:
     return _sum_of_products(tokens, panels, LANES * 4, 0, lambda builder, row: [load(builder, row, 0, FLOATS)])
 
 
-def scaled_tile(tokens: int, panels: int) -> Emit:
-    """The same with panels of PANEL rows, packed or unpacked: scales, and then floats to be multiplied by them."""
+def scaled_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
+    """The same with panels of PANEL rows, packed or unpacked: scales, and then floats to be multiplied by them. Of a
+    panel's vectors those of the part."""
 
     def read(builder: Any, row: Any) -> list[Any]:
-        return [load(builder, row, v * LANES * 4, FLOATS, align=64) for v in range(PANEL // LANES)]
+        return [load(builder, row, v * LANES * 4, FLOATS, align=64) for v in part]
 
-    return _sum_of_products(tokens, panels, FULL, HEADER, read)
+    return _sum_of_products(tokens, panels, FULL, HEADER, read, part)
 
 
-def fixed_tile(tokens: int, panels: int) -> Emit:
+def fixed_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
     """The same with panels as they were packed: scales, and then whole numbers of 24 bits."""
-    return _sum_of_products(tokens, panels, FIXED, HEADER, _fixed)
+    return _sum_of_products(tokens, panels, FIXED, HEADER, partial(_fixed, part=part), part)
 
 
-def _fixed(builder: Any, row: Any) -> list[Any]:
+def _fixed(builder: Any, row: Any, part: range = WHOLE) -> list[Any]:
     found = []
-    for v in range(PANEL // LANES):
+    for v in part:
         high = load(builder, row, v * LANES * 2, ir.VectorType(I16, LANES), align=32)
         low = load(builder, row, PANEL * 2 + v * LANES, ir.VectorType(I8, LANES), align=16)
         high = builder.shl(builder.sext(high, INTS), ir.Constant(INTS, [8] * LANES))
@@ -95,9 +100,11 @@ def _fixed(builder: Any, row: Any) -> list[Any]:
     return found
 
 
-def _sum_of_products(tokens: int, panels: int, step: int, header: int, read: Callable[[Any, Any], list[Any]]) -> Emit:
+def _sum_of_products(
+    tokens: int, panels: int, step: int, header: int, read: Callable[[Any, Any], list[Any]], part: range = HALVES[0]
+) -> Emit:
     """A tile over columns of so many bytes, which `read` makes vectors; behind a header the sums are scaled by it."""
-    vectors = PANEL // LANES if header else 1
+    vectors = len(part)
 
     def emit(builder: Any, args: Any) -> None:
         weights, panel_stride, values, token_stride, start, out, out_stride, depth = args
@@ -120,17 +127,17 @@ def _sum_of_products(tokens: int, panels: int, step: int, header: int, read: Cal
                     sums[place] = multiply_add(builder, value, w[i], sums[place])
             return sums
 
-        first = _starts(builder, start, panels * vectors)
+        first = _starts(builder, start, panels * vectors, part.start)
         if header:
             sums = _in_blocks(builder, depth, tokens * panels * vectors, body)
-            scales = [load(builder, at, v * LANES * 4, FLOATS, align=32) for at in panel_at for v in range(vectors)]
+            scales = [load(builder, at, v * LANES * 4, FLOATS, align=32) for at in panel_at for v in part]
             sums = [
                 multiply_add(builder, total, scales[i % len(scales)], first[i % len(first)])
                 for i, total in enumerate(sums)
             ]
         else:
             sums = times(builder, depth, first * tokens, lambda k, sums: body(k, sums, whole(0)))
-        _store(builder, sums, out, out_stride, panels * vectors)
+        _store(builder, sums, out, out_stride, panels * vectors, part.start)
 
     return emit
 
@@ -151,27 +158,50 @@ def _in_blocks(builder: Any, depth: Any, count: int, body: Callable[[Any, list[A
     return times(builder, blocks, zeros, block)
 
 
-def int8_tile(tokens: int, panels: int) -> Emit:
+def int8_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
     """The same with int8 groups. A panel's group is its scales (bfloat16) and then its bytes, four of k at a time;
     a token is its bytes, then one scale per group, then what each group's sum starts from."""
+
+    def scales(builder: Any, group: Any, v: int) -> Any:
+        half = load(builder, group, v * 2 * LANES, ir.VectorType(I16, LANES), align=32)
+        return builder.bitcast(builder.shl(builder.zext(half, INTS), ir.Constant(INTS, [16] * LANES)), FLOATS)
+
+    return _bytes_times_bytes(tokens, panels, part, (GROUP, 2 * PANEL, 4), scales, dot4, packed=True)
+
+
+def level_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
+    """The same with int4 panels that were unpacked: in small groups, float scales and then a byte for each level. What
+    their sums start from is behind that of the large groups."""
+
+    def scales(builder: Any, group: Any, v: int) -> Any:
+        return load(builder, group, v * 4 * LANES, FLOATS, align=64)
+
+    add = signed_dot4 if SIGNED_DOT else dot4
+    return _bytes_times_bytes(tokens, panels, part, (SMALL_GROUP, 4 * PANEL, 8), scales, add, packed=False)
+
+
+def _bytes_times_bytes(
+    tokens: int, panels: int, part: range, sizes: tuple[int, int, int], scales: Any, add: Any, *, packed: bool
+) -> Emit:
+    """A tile over groups of bytes. Sizes are those of a group, of the scales before its bytes, and of what is in a
+    token between its bytes and its starts, for each large group."""
+    size, header, between = sizes
+    vectors, group_bytes = len(part), header + size * PANEL
 
     def emit(builder: Any, args: Any) -> None:
         weights, panel_stride, values, token_stride, start, out, out_stride, groups = args
         panel_at = [builder.add(weights, builder.mul(panel_stride, whole(p))) for p in range(panels)]
         token_at = [builder.add(values, builder.mul(token_stride, whole(t))) for t in range(tokens)]
-        vectors = PANEL // LANES
-        group_bytes = 2 * PANEL + GROUP * PANEL
-        scale_offset = builder.mul(groups, whole(GROUP))
-        start_offset = builder.add(scale_offset, builder.mul(groups, whole(4)))
-        end = builder.mul(groups, whole(group_bytes))
-        hop = builder.mul(panel_stride, whole(panels - 1))
+        scale_offset, start_offset = (builder.mul(groups, whole(n)) for n in (GROUP, GROUP + between))
+        count = builder.mul(groups, whole(GROUP // size))
+        end, hop = builder.mul(count, whole(group_bytes)), builder.mul(panel_stride, whole(panels - 1))
 
         def group(g: Any, sums: list[Any]) -> list[Any]:
-            four = builder.mul(g, whole(4))
-            begins = [splat(builder, load(builder, at, builder.add(start_offset, four), I32)) for at in token_at]
+            at = builder.add(start_offset, builder.mul(g, whole(4)))
+            begins = [splat(builder, load(builder, token, at, I32)) for token in token_at]
             group_at = builder.mul(g, whole(group_bytes))
             bases = [builder.add(at, group_at) for at in panel_at]
-            bytes_at = [builder.add(at, builder.mul(g, whole(GROUP))) for at in token_at]
+            bytes_at = [builder.add(at, builder.mul(g, whole(size))) for at in token_at]
 
             def steps(j: Any, totals: list[Any]) -> list[Any]:
                 totals = list(totals)
@@ -179,57 +209,41 @@ def int8_tile(tokens: int, panels: int) -> Emit:
                     quad = builder.add(builder.mul(j, whole(16)), whole(4 * u))
                     row = builder.mul(quad, whole(PANEL))
                     w = [
-                        load(builder, base, builder.add(row, whole(2 * PANEL + v * 4 * LANES)), INTS, align=64)
+                        load(builder, base, builder.add(row, whole(header + v * 4 * LANES)), INTS, align=64)
                         for base in bases
-                        for v in range(vectors)
+                        for v in part
                     ]
-                    at = builder.add(group_at, row)
-                    _fetch(builder, panel_at, at, vectors * LANES * 4, end, hop, from_memory=first_reader(tokens))
+                    if packed:  # an unpacked panel is near already
+                        at, far = builder.add(group_at, row), first_reader(tokens)
+                        _fetch(builder, panel_at, at, vectors * LANES * 4, end, hop, from_memory=far)
                     for t in range(tokens):
                         value = splat(builder, load(builder, bytes_at[t], quad, I32))
                         for i in range(panels * vectors):
                             place = t * panels * vectors + i
-                            totals[place] = dot4(builder, totals[place], w[i], value)
+                            totals[place] = add(builder, totals[place], w[i], value)
                 return totals
 
             first = [begins[t] for t in range(tokens) for _ in range(panels * vectors)]
-            totals = times(builder, whole(GROUP // 16), first, steps)
-            scale = [splat(builder, load(builder, at, builder.add(scale_offset, four), F32)) for at in token_at]
-            result = list(sums)
-            for p in range(panels):
-                for v in range(vectors):
-                    half = load(builder, bases[p], v * 2 * LANES, ir.VectorType(I16, LANES), align=32)
-                    bits = builder.shl(builder.zext(half, INTS), ir.Constant(INTS, [16] * LANES))
-                    weight_scale = builder.bitcast(bits, FLOATS)
-                    for t in range(tokens):
-                        i = (t * panels + p) * vectors + v
-                        both = builder.fmul(weight_scale, scale[t])
-                        result[i] = multiply_add(builder, builder.sitofp(totals[i], FLOATS), both, sums[i])
-            return result
+            totals = times(builder, whole(size // 16), first, steps)
+            large = builder.udiv(g, whole(GROUP // size))
+            at = builder.add(scale_offset, builder.mul(large, whole(4)))
+            scale = [splat(builder, load(builder, token, at, F32)) for token in token_at]
+            return _scaled(builder, totals, sums, [scales(builder, base, v) for base in bases for v in part], scale)
 
-        first = _starts(builder, start, panels * vectors) * tokens
-        _store(builder, times(builder, groups, first, group), out, out_stride, panels * vectors)
+        first = _starts(builder, start, panels * vectors, part.start) * tokens
+        _store(builder, times(builder, count, first, group), out, out_stride, panels * vectors, part.start)
 
     return emit
 
 
-def int4_tile(tokens: int, panels: int) -> Emit:
-    """The same with int4 groups as they were packed: scales of half precision, then codes, those of columns 16 apart
-    in one byte. Tokens are as for int8, with what the sum of each small group starts from behind."""
-
-    def read(builder: Any, row: Any) -> tuple[Any, Any]:
-        return _unpacked(builder, load(builder, row, 0, INTS, align=64))
-
-    return _levels_times_bytes(tokens, panels, SMALL_GROUP * PANEL // 2, read, from_memory=first_reader(tokens))
-
-
-def level_tile(tokens: int, panels: int) -> Emit:
-    """The same with panels that were unpacked."""
-
-    def read(builder: Any, row: Any) -> tuple[Any, Any]:
-        return load(builder, row, 0, INTS, align=64), load(builder, row, SMALL_GROUP * PANEL // 2, INTS, align=64)
-
-    return _levels_times_bytes(tokens, panels, SMALL_GROUP * PANEL, read, from_memory=False)
+def _scaled(builder: Any, totals: list[Any], sums: list[Any], weights: list[Any], tokens: list[Any]) -> list[Any]:
+    """Sums of a group's whole numbers, times the scales of weights and tokens, added to those of the groups before."""
+    result = list(sums)
+    for i, weight in enumerate(weights):
+        for t, token in enumerate(tokens):
+            n, both = t * len(weights) + i, builder.fmul(weight, token)
+            result[n] = multiply_add(builder, builder.sitofp(totals[n], FLOATS), both, sums[n])
+    return result
 
 
 def _unpacked(builder: Any, both: Any) -> tuple[Any, Any]:
@@ -238,11 +252,10 @@ def _unpacked(builder: Any, both: Any) -> tuple[Any, Any]:
     return levels_of(builder, low), levels_of(builder, high)
 
 
-def _levels_times_bytes(
-    tokens: int, panels: int, size: int, read: Callable[[Any, Any], tuple[Any, Any]], *, from_memory: bool
-) -> Emit:
-    """A tile over small groups of so many bytes behind their scales; `read` makes two vectors of columns 16 apart."""
-    vectors, group_bytes = PANEL // LANES, 2 * PANEL + size
+def int4_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
+    """The same with int4 groups as they were packed: scales of half precision, then codes, those of columns 16 apart
+    in one byte. Tokens are as for int8, with what the sum of each small group starts from behind."""
+    vectors, group_bytes = len(part), 2 * PANEL + SMALL_GROUP * PANEL // 2
     add = signed_dot4 if SIGNED_DOT else dot4
 
     def emit(builder: Any, args: Any) -> None:
@@ -256,17 +269,18 @@ def _levels_times_bytes(
 
         def group(g: Any, sums: list[Any]) -> list[Any]:
             group_at = builder.mul(g, whole(group_bytes))
-            _fetch(builder, panel_at, group_at, group_bytes, end, hop, from_memory=from_memory)
+            _fetch(builder, panel_at, group_at, group_bytes, end, hop, from_memory=first_reader(tokens))
             bytes_at = [builder.add(at, builder.mul(g, whole(SMALL_GROUP))) for at in token_at]
 
             def steps(j: Any, totals: list[Any]) -> list[Any]:
                 totals = list(totals)
                 row = builder.add(group_at, builder.mul(j, whole(4 * PANEL)))
-                w = [
-                    read(builder, builder.add(at, builder.add(row, whole(2 * PANEL + v * 4 * LANES))))
+                both = [
+                    load(builder, at, builder.add(row, whole(2 * PANEL + v * 4 * LANES)), INTS, align=64)
                     for at in panel_at
-                    for v in range(vectors)
+                    for v in part
                 ]
+                w = [_unpacked(builder, vector) for vector in both]
                 for t in range(tokens):
                     for side in (0, 1):
                         quad = builder.add(builder.mul(j, whole(4)), whole(side * SMALL_GROUP // 2))
@@ -283,24 +297,19 @@ def _levels_times_bytes(
             totals = times(builder, whole(SMALL_GROUP // 8), first, steps)
             at = builder.add(scale_offset, builder.mul(builder.lshr(g, whole(1)), whole(4)))
             scale = [splat(builder, load(builder, one, at, F32)) for one in token_at]
-            result = list(sums)
-            for i in range(panels * vectors):
-                place = builder.add(panel_at[i // vectors], group_at)
-                weight_scale = half_floats(builder, place, i % vectors * 2 * LANES)
-                for t in range(tokens):
-                    n, both = t * panels * vectors + i, builder.fmul(weight_scale, scale[t])
-                    result[n] = multiply_add(builder, builder.sitofp(totals[n], FLOATS), both, sums[n])
-            return result
+            bases = [builder.add(panel, group_at) for panel in panel_at]
+            scales = [half_floats(builder, base, v * 2 * LANES) for base in bases for v in part]
+            return _scaled(builder, totals, sums, scales, scale)
 
-        first = _starts(builder, start, panels * vectors) * tokens
-        _store(builder, times(builder, count, first, group), out, out_stride, panels * vectors)
+        first = _starts(builder, start, panels * vectors, part.start) * tokens
+        _store(builder, times(builder, count, first, group), out, out_stride, panels * vectors, part.start)
 
     return emit
 
 
 @intrinsic
 def unpack_levels(typing: Any, panel: Any, groups: Any, out: Any) -> Any:
-    """An int4 panel as it was packed becomes one with a byte for each level, which many rows then share."""
+    """An int4 panel as it was packed becomes one for level_tile, which many rows then share."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         panel, groups, out = args
@@ -308,13 +317,15 @@ def unpack_levels(typing: Any, panel: Any, groups: Any, out: Any) -> Any:
 
         def group(g: Any, _: list[Any]) -> list[Any]:
             at = builder.add(panel, builder.mul(g, whole(2 * PANEL + half)))
-            to = builder.add(out, builder.mul(g, whole(2 * PANEL + 2 * half)))
+            to = builder.add(out, builder.mul(g, whole(4 * PANEL + 2 * half)))
             _fetch(builder, [at], whole(0), 2 * PANEL + half, whole(FAR), whole(0))
-            scales = load(builder, at, 0, INTS, align=64)
-            builder.store(scales, pointer_to(builder, to, 0, INTS), align=64)
-            for place in range(2 * PANEL, 2 * PANEL + half, 4 * LANES):
-                for side, levels in enumerate(_unpacked(builder, load(builder, at, place, INTS, align=64))):
-                    builder.store(levels, pointer_to(builder, to, place + side * half, INTS), align=64)
+            for v in WHOLE:
+                scales = half_floats(builder, at, v * 2 * LANES)
+                builder.store(scales, pointer_to(builder, to, v * 4 * LANES, FLOATS), align=64)
+            for place in range(0, half, 4 * LANES):
+                both = load(builder, at, 2 * PANEL + place, INTS, align=64)
+                for side, levels in enumerate(_unpacked(builder, both)):
+                    builder.store(levels, pointer_to(builder, to, 4 * PANEL + place + side * half, INTS), align=64)
             return []
 
         times(builder, builder.mul(groups, whole(2)), [], group)
@@ -323,13 +334,13 @@ def unpack_levels(typing: Any, panel: Any, groups: Any, out: Any) -> Any:
     return types.void(*[types.int64] * 3), codegen
 
 
-def _starts(builder: Any, start: Any, count: int) -> list[Any]:
-    """What the sums begin with: the bias, or zero when there is none."""
+def _starts(builder: Any, start: Any, count: int, skipped: int) -> list[Any]:
+    """What the sums begin with: the bias behind so many vectors, or zero when there is none."""
     zero = ir.Constant(FLOATS, [0.0] * LANES)
     before, given, after = builder.block, builder.append_basic_block("bias"), builder.append_basic_block("go")
     builder.cbranch(builder.icmp_signed("!=", start, whole(0)), given, after)
     builder.position_at_end(given)
-    loaded = [load(builder, start, i * LANES * 4, FLOATS) for i in range(count)]
+    loaded = [load(builder, start, (skipped + i) * LANES * 4, FLOATS) for i in range(count)]
     builder.branch(after)
     builder.position_at_end(after)
     phis = [builder.phi(FLOATS) for _ in range(count)]
@@ -339,11 +350,11 @@ def _starts(builder: Any, start: Any, count: int) -> list[Any]:
     return phis
 
 
-def _store(builder: Any, sums: list[Any], out: Any, out_stride: Any, per_token: int) -> None:
+def _store(builder: Any, sums: list[Any], out: Any, out_stride: Any, per_token: int, skipped: int) -> None:
     for i, value in enumerate(sums):
         token, place = divmod(i, per_token)
         row = builder.add(out, builder.mul(out_stride, whole(token)))
-        builder.store(value, pointer_to(builder, row, place * LANES * 4, FLOATS), align=4)
+        builder.store(value, pointer_to(builder, row, (skipped + place) * LANES * 4, FLOATS), align=4)
 
 
 def tile(emit: Emit) -> Any:
@@ -360,10 +371,11 @@ def tile(emit: Emit) -> Any:
     return call
 
 
-def panel_times_rows(kind: Callable[[int, int], Emit]) -> Any:
+def panel_times_rows(kind: Callable[..., Emit]) -> Any:
     """One panel times all rows, by the largest tile that still fits: panel, values, stride, start, out, out stride,
     depth, rows."""
-    tiles = [(tokens, kind(tokens, 1)) for tokens in TOGETHER]
+    tiles = [(tokens, [kind(tokens, 1, half) for half in HALVES]) for tokens in HALVED]
+    tiles += [(tokens, [kind(tokens, 1)]) for tokens in TOGETHER]
 
     @intrinsic
     def call(typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
@@ -372,7 +384,7 @@ def panel_times_rows(kind: Callable[[int, int], Emit]) -> Any:
             with builder.goto_entry_block():
                 done = builder.alloca(I64)
             builder.store(whole(0), done)
-            for tokens, emit in tiles:
+            for tokens, emits in tiles:
                 ask, inside, after = (builder.append_basic_block(name) for name in ("ask", "tile", "fewer"))
                 builder.branch(ask)
                 builder.position_at_end(ask)
@@ -383,7 +395,8 @@ def panel_times_rows(kind: Callable[[int, int], Emit]) -> Any:
                 values_at, out_at = (
                     builder.add(at, builder.mul(row, step)) for at, step in ((values, stride), (out, out_stride))
                 )
-                emit(builder, (panel, whole(0), values_at, stride, start, out_at, out_stride, depth))
+                for emit in emits:
+                    emit(builder, (panel, whole(0), values_at, stride, start, out_at, out_stride, depth))
                 builder.store(following, done)
                 builder.branch(ask)
                 builder.position_at_end(after)
