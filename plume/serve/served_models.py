@@ -190,6 +190,7 @@ class Served:
         if found is None:
             given = {"segments": chosen.segments, "source": chosen.source}
             found = explain(self.sliced_lm.model, chosen.tokens, spell=self.spell, **given)
+            found.mask = self.lm.tokenizer.mask if chosen.source is None else None
         with self._lock:
             self._explained[key] = found
             self._explained.move_to_end(key)

@@ -120,7 +120,7 @@ def test_a_chosen_button_keeps_the_focus(browser, site):
 def test_the_boxes_of_runs_stay_while_figures_come(browser, site, runs):
     """A box that is replaced between press and release would lose the click."""
     visit = Visit(browser, site)
-    visit.open("runs", text=TEXT, ready="#view input[type=checkbox]")
+    visit.open("runs", text=TEXT, runs="first", ready="#view input[type=checkbox]")
     with visit.page.expect_response("**/v1/runs"):
         pass
     visit.page.wait_for_function(SETTLED)

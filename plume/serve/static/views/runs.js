@@ -96,7 +96,7 @@ function drawNames(self) {
     self.charts.replaceChildren(h('p', { class: 'empty' }, t('noRuns')));
     return;
   }
-  const names = self.runs.map((run) => run.name).join('~');
+  const names = self.runs.map((run) => run.name).sort().join('~'); // the newest comes first, which changes while they run
   if (self.listed !== names) {
     self.listed = names; // the boxes stay while figures come, so that none is replaced under a pointer or a focus
     self.rows = new Map(self.runs.map((run) => [run.name, runRow(self, run.name)]));
