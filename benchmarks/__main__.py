@@ -27,7 +27,7 @@ JOBS = {  # name -> (words behind `python -m benchmarks.`, options at which it o
     "demo": ("demo", "--minutes 0.05"),
     "encode": ("encode", "--characters 200000 --rounds 1"),
     "prepare": ("prepare", "--megabytes 1 --large 2 --rounds 1"),
-    "prepare.sizes": ("sizes", "--shards 4 --files 500 --gigabytes 0.01 --documents 100000 --rounds 1"),
+    "sizes": ("sizes", "--shards 4 --files 500 --gigabytes 0.01 --documents 100000 --rounds 1"),
     "train.characters": ("train characters", "--plain-steps 20 --steps 6"),
     "train.gpt2": ("train gpt2", "--preset gpt2-laptop --turns 1 --steps 2"),
     "checkpoint": ("checkpoint", "--megabytes 4 --rounds 1"),
