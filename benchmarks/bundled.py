@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +32,12 @@ Julia Daniel Maria Frank Helen Linda Karen Nancy cat dog horse bird fish tree ri
 France England America China Germany Boston Japan Australia"""
 WOMEN = ("Anna", "Mary", "Alice", "Jane", "Lisa", "Emma", "Sarah", "Kate", "Lucy", "Susan")
 MEN = ("Tom", "John", "Peter", "Bob", "Paul", "James", "David", "Mark", "Henry", "George")
+TATOEBA = {  # its two names, which stand in a quarter of its sentences, and those that take their place
+    "Tom": (*MEN, "Robert", "Daniel", "Frank"),
+    "Mary": (*WOMEN, "Laura", "Julia", "Maria", "Helen", "Linda", "Karen", "Nancy"),
+}
+PRONOUN = re.compile(r"\b(he|she|him|his|hers?|himself|herself)\b", re.IGNORECASE)
+NAME_COPIES = 8  # of a sentence with both names and a pronoun, each with other names
 SENTENCES = (  # the pronoun at the end can only be the first name, or only the second
     ("Yesterday {she} gave {he} her book because she", "she"),
     ("Then {he} told {she} about his new house because he", "he"),
@@ -92,13 +99,34 @@ def tokenizer_text(english: Path) -> str:
     return "\n".join([read(english / "sentences.txt.zst").rstrip("\n"), *part, *[words] * WORD_COUNT]) + "\n"
 
 
+def renamed(sentence: str, random: random.Random) -> str:
+    """The sentence with other names than Tatoeba's two, of the same gender and not in it yet."""
+    for name, others in TATOEBA.items():
+        free = [other for other in others if not re.search(rf"\b{other}\b", sentence) or other == name]
+        sentence = re.sub(rf"\b{name}\b", random.choice(free), sentence)
+    return sentence
+
+
+def sentence_files(english: Path, place: Path) -> None:
+    """`sentences.txt` with varied names, and `names.txt`: who is meant by "she" where a man and a woman are named."""
+    draw = random.Random(0)
+    sentences, names = list[str](), list[str]()
+    for sentence in read(english / "sentences.txt.zst").splitlines():
+        if all(re.search(rf"\b{name}\b", sentence) for name in TATOEBA) and PRONOUN.search(sentence):
+            names += [renamed(sentence, draw) for _ in range(NAME_COPIES)]
+        else:
+            sentences.append(renamed(sentence, draw))
+    for file, lines in (("sentences.txt", sentences), ("names.txt", names)):
+        (place / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def make(english: Path, place: Path) -> None:
     """Tokenizer, pretraining by the recipe `plume-en`, and the folder in half precision."""
     place.mkdir(parents=True, exist_ok=True)
     (place / "sample.txt").write_text(tokenizer_text(english), encoding="utf-8")
-    (place / "data").mkdir(exist_ok=True)
-    if not (place / "data" / "english").exists():
-        (place / "data" / "english").symlink_to(english.resolve())
+    (place / "data" / "english").mkdir(parents=True, exist_ok=True)
+    (place / "data" / "english" / "novels.jsonl.zst").write_bytes((english / "novels.jsonl.zst").read_bytes())
+    sentence_files(english, place / "data" / "english")
     commands = (
         "tokenizer train sample.txt --out data/plume-en-tokenizer --tokenizer.vocab_size 8192",
         "pretrain plume-en",
