@@ -8,7 +8,7 @@ EXTRAS := dev,eval,gpt1,cluster,track
 .PHONY: demo tour test test-slow test-again coverage lint types site bench clean
 
 demo: $(VENV)/.plume
-	$(BIN)/plume demo --overwrite
+	$(BIN)/plume demo
 
 # one story from a text to served models; its folder is runs/tour
 tour: $(VENV)/.all

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     from plume.train.pretrain import RunResult
 
+FOLDER = Path("runs/demo")  # unless another is named
 OWN_PROMPTS = (None, None)  # from the start token
 NAMES = {
     "uniform": "nothing: all tokens equally likely",
@@ -40,16 +43,13 @@ def demo(config: DemoConfig) -> RunResult:
 
     from plume.train.pretrain import pretrain
 
-    if is_run(config.folder) and not config.overwrite:
-        again = f"plume pretrain {shlex.quote(str(config.folder))} --resume"
-        raise UserError(
-            f"{config.folder} already contains a run; --overwrite replaces it, --folder chooses another folder, "
-            f"and `{again}` continues an unfinished one"
-        )
+    folder = run_folder(config)
     console = Console()
     console.rule("[bold]Plume[/]: from text to a language model", align="left")
+    if config.folder is None and folder != FOLDER:
+        console.print(f"{FOLDER} holds a run already; this one goes to {folder}.")
     console.print(f"Sizing a GPT-2 for {config.minutes:g} minutes on this machine ...")
-    run, chosen = settings(config)
+    run, chosen = settings(replace(config, folder=folder))
     console.print(f"Reading {', '.join(run.data.paths)}, training a tokenizer, then a GPT-2: {chosen}.")
     result = pretrain(run)
     if not result.outcome.finished:
@@ -60,19 +60,34 @@ def demo(config: DemoConfig) -> RunResult:
     return result
 
 
+def run_folder(config: DemoConfig) -> Path:
+    """The folder that was named, or the first of runs/demo, runs/demo-2, ... without a run."""
+    if config.folder is None:
+        names = (FOLDER.with_name(f"{FOLDER.name}-{number}") for number in count(2))
+        return FOLDER if config.overwrite else next(name for name in chain([FOLDER], names) if not is_run(name))
+    if is_run(config.folder) and not config.overwrite:
+        again = f"plume pretrain {shlex.quote(str(config.folder))} --resume"
+        raise UserError(
+            f"{config.folder} already contains a run; --overwrite replaces it, --folder chooses another folder, "
+            f"and `{again}` continues an unfinished one"
+        )
+    return config.folder
+
+
 def settings(config: DemoConfig) -> tuple[PretrainConfig, str]:
     """A recipe sized by the text and the machine's speed, and what was chosen."""
     from plume.train.budget import sized
 
+    folder = run_folder(config)
     return sized(
         PretrainConfig(
-            folder=config.folder,
+            folder=folder,
             overwrite=config.overwrite,
             minutes=config.minutes,
             model=PRESETS["gpt2-laptop"],
             data=DataConfig(
                 paths=config.text if config.text else ("python:stdlib",),
-                folder=config.folder / "data",
+                folder=folder / "data",
                 encoding=config.encoding,
                 tokenizer=TokenizerConfig(kind="byte-bpe"),
                 validation_fraction=0.05 if config.text else 0.02,

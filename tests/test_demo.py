@@ -152,6 +152,24 @@ def test_samples_are_shown_and_kept(tmp_path):
     lm.close()
 
 
+def test_a_second_demo_gets_a_folder_of_its_own(quick, monkeypatch, tmp_path, capsys):
+    """`make demo` twice: neither an error nor the loss of the first run."""
+    from plume.train import pretrain as training
+    from plume.util.run_folder import write_recipe
+
+    monkeypatch.chdir(tmp_path)
+    started = []
+    monkeypatch.setattr(training, "pretrain", lambda config: started.append(config) or SimpleNamespace(outcome=ended))
+    ended = SimpleNamespace(finished=False)
+    for name in ("demo", "demo-2", "demo-3"):
+        demo.demo(DemoConfig())
+        assert started[-1].folder == Path("runs", name) and not started[-1].overwrite
+        write_recipe(Path("runs", name), {"train": {"steps": 20}})
+    assert "runs/demo holds a run already; this one goes to runs/demo-3" in " ".join(capsys.readouterr().out.split())
+    demo.demo(DemoConfig(overwrite=True))
+    assert started[-1].folder == Path("runs/demo") and started[-1].overwrite
+
+
 def test_a_run_is_replaced_only_with_overwrite(quick, monkeypatch, tmp_path):
     """The closing hint names another folder, so that following it replaces nothing."""
     from plume.train import pretrain as training
@@ -171,6 +189,6 @@ def test_a_run_is_replaced_only_with_overwrite(quick, monkeypatch, tmp_path):
     demo.demo(DemoConfig(folder=tmp_path / "demo", overwrite=True))
     assert [run.overwrite for run in started] == [False, True]
     stream = io.StringIO()
-    folder = DemoConfig().folder
+    folder = demo.FOLDER
     demo.show_next(Console(file=stream, width=120), SimpleNamespace(folder=folder, model=folder / "model"))
     assert "plume demo --text my_book.txt --folder runs/my_book" in stream.getvalue()

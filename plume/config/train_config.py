@@ -274,7 +274,7 @@ class DemoConfig:
 
     text: tuple[str, ...] = option((), "files, folders or globs; unset: Python's standard library")
     encoding: str = option("utf-8", ENCODING)
-    folder: Path = option(Path("runs/demo"), "run folder: model/, metrics.jsonl, loss.png, samples.md")
+    folder: Path | None = option(None, "run folder; unset: runs/demo, or runs/demo-2 and so on if it holds a run")
     minutes: float = option(2.0, "training time in minutes")
     seed: int = option(1, SEED)
     overwrite: bool = option(False, OVERWRITE)
