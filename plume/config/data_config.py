@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,10 +136,10 @@ class DataConfig:
                 yield f"{name} has {len(given)} entries for {len(self.paths)} paths; give one for each"
         if any(w < 0 for w in self.weights):
             yield f"weights={list(self.weights)}: a weight cannot be negative; 0 leaves a path out"
-        elif self.weights and not sum(self.weights) > 0:
-            yield f"weights={list(self.weights)}: at least one weight must be above 0"
+        elif self.weights and not 0 < sum(self.weights) < math.inf:
+            yield f"weights={list(self.weights)}: at least one weight must be above 0, and none infinite"
         yield from not_probability(self, {"validation_fraction": 0.01})
-        yield from below_one(self, "shard_mb", "workers")
+        yield from below_one(self, "shard_mb", "workers", "token_budget")
         yield from unknown_encoding(self.encoding)
 
 

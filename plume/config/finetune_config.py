@@ -18,11 +18,13 @@ from plume.config.fields import (
     TrainPrecision,
     about,
     below_one,
+    below_zero,
     not_positive,
     not_probability,
     option,
     refuse,
     unknown_encoding,
+    wrong_seed,
 )
 
 
@@ -149,6 +151,8 @@ class FinetuneConfig:
             self, "batch", "micro_batch", "validate_every", "patience", "seeds", "beams", "answer_length", "contrastive"
         )
         yield from not_positive(self, {"epochs": 3, "lr": 5e-5, "temperature": 0.05})
+        yield from below_zero(self, "weight_decay")
+        yield from wrong_seed(self.seed)
         if self.search is not None and self.search < 3:
             yield f"search={self.search} must be 3 or more, for example 8"
         if self.search is not None and self.lr is not None:

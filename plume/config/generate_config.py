@@ -76,8 +76,13 @@ class SamplingConfig:
         for name in ("top_p", "min_p", "typical_p"):
             value = getattr(self, name)
             yield value is not None and not 0 < value <= 1, f"{name}={value} must be above 0 and at most 1, e.g. 0.9"
-        yield self.repetition_penalty <= 0, f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is off"
+        yield (
+            not 0 < self.repetition_penalty < math.inf,
+            f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is off",
+        )
         yield self.no_repeat_ngram < 0, f"no_repeat_ngram={self.no_repeat_ngram} cannot be negative; 0 is off"
+        for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
+            yield not math.isfinite(getattr(self, name)), f"{name}={getattr(self, name)} must be a finite number"
         yield "" in self.stop, "stop has a text of zero length, which would end every answer; leave it out"
         yield self.n < 1, f"n={self.n} must be at least 1"
         yield self.best_of is not None and self.best_of < self.n, f"best_of={self.best_of} must be at least n={self.n}"
@@ -151,6 +156,9 @@ class EmbedConfig:
     batch: int = option(32, "texts per forward pass")
     device: str = option("auto", DEVICE)
 
+    def __post_init__(self) -> None:
+        refuse(below_one(self, "batch"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImportConfig:
@@ -194,6 +202,10 @@ class DecodeBenchConfig:
     prefill_tokens: int = option(512, "prompt tokens of the prefill run")
     rounds: int = option(3, "repetitions; the fastest counts")
     threads: int | None = option(None, "CPU threads; unset: OMP_NUM_THREADS, or all cores")
+
+    def __post_init__(self) -> None:
+        counts = ("prompt_tokens", "new_tokens", "batch", "prefill_tokens", "rounds", "threads")
+        refuse(below_one(self, *counts))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,11 +23,13 @@ from plume.config.fields import (
     TrainPrecision,
     about,
     below_one,
+    below_zero,
     not_positive,
     not_probability,
     option,
     refuse,
     unknown_encoding,
+    wrong_seed,
 )
 from plume.config.model_config import ModelConfig
 from plume.config.recipes import RECIPE, read_recipe
@@ -100,8 +102,8 @@ class TrainConfig:
         yield from not_positive(self, {"lr": 6e-4, "muon_lr": 0.02, "eps": 1e-8})
         if not self.grad_clip > 0:
             yield f"grad_clip={self.grad_clip} must be above 0, for example 1.0; inf means unclipped"
-        if self.warmup_steps < 0:
-            yield f"warmup_steps={self.warmup_steps} cannot be negative; 0 means none"
+        yield from below_zero(self, "warmup_steps", "weight_decay", "muon_weight_decay")
+        yield from wrong_seed(self.seed)
         for name in ("final_lr_ratio", "cooldown_fraction"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 yield f"{name}={getattr(self, name)} must lie between 0 and 1, for example 0.1"
@@ -280,7 +282,7 @@ class DemoConfig:
     overwrite: bool = option(False, OVERWRITE)
 
     def __post_init__(self) -> None:
-        refuse([*not_positive(self, {"minutes": 2}), *unknown_encoding(self.encoding)])
+        refuse([*not_positive(self, {"minutes": 2}), *unknown_encoding(self.encoding), *wrong_seed(self.seed)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,6 +307,15 @@ class PlanConfig:
     ranks_per_node: int = option(8, "ranks per node")
     node_bandwidth_gb: float = option(300.0, "GB/s between ranks of one node")
     network_bandwidth_gb: float = option(25.0, "GB/s between nodes, per rank")
+
+    def __post_init__(self) -> None:
+        refuse(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from below_one(self, "tokens", "micro_batch", "length", "ranks", "tensor_parallel", "accumulation_steps")
+        yield from below_one(self, "ranks_per_node")
+        yield from not_positive(self, {"tflops": 312, "memory_gb": 80, "node_bandwidth_gb": 300})
+        yield from not_positive(self, {"network_bandwidth_gb": 25})
 
 
 @dataclass(frozen=True, kw_only=True)
