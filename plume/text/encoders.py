@@ -256,7 +256,10 @@ def backend_for(d: Definition) -> tokenizers.Tokenizer:
     """The library's tokenizer of a definition, for which specials in a text are ordinary text."""
     from tokenizers import Tokenizer as Backend
 
-    backend = Backend.from_str(to_json(d))
+    try:
+        backend = Backend.from_str(to_json(d))
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(f"this tokenizer.json cannot be read by the tokenizers library: {error}") from None
     backend.encode_special_tokens = True
     return backend
 
