@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from plume.config import TokenizerConfig, UserError
 from plume.text.definition import BYTE_LETTERS, CONTINUES, LONGEST_WORD, WORD_END, Definition, Layout, Words, define
-from plume.text.encoders import backend_for, check_text, cut, spacy_installed, spacy_words
+from plume.text.encoders import backend_for, check_text, cut, grouped, spacy_installed, spacy_words
 from plume.text.tokenizer import Tokenizer
 
 OWN_SPECIALS: dict[str, Layout] = {
@@ -242,7 +242,7 @@ def count_words(
         runs: list[Path] = []
         table: dict[str, int] = {}
         size = 0
-        for block in blocks(texts, min(BLOCK_CHARACTERS, cap // 8)):
+        for block in grouped(texts, min(BLOCK_CHARACTERS, cap // 8), len):
             for word, seen in count(block).items():
                 if word not in table:
                     size += sys.getsizeof(word) + ENTRY_BYTES
@@ -254,20 +254,6 @@ def count_words(
                 if len(runs) == MOST_RUNS:
                     runs = [_compacted(runs)]
         yield from _summed([*map(_read_run, runs), iter(sorted(table.items()))])
-
-
-def blocks(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Texts in groups of about this many characters."""
-    block: list[str] = []
-    size = 0
-    for text in texts:
-        block.append(text)
-        size += len(text)
-        if size >= characters:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
 
 
 def _summed(runs: Iterable[Iterator[Counted]]) -> Iterator[Counted]:
