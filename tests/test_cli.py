@@ -222,7 +222,7 @@ def test_lines_end_between_words_on_a_terminal_and_stay_whole_in_a_file(monkeypa
 def test_an_output_that_cannot_hold_every_letter(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="cp1252", write_through=True))
-    monkeypatch.setattr("plume.cli.main.overview", lambda: "naïve 漢")
+    monkeypatch.setattr(sys.modules["plume.cli.main"], "overview", lambda: "naïve 漢")
     assert main([]) == 0 and written.getvalue().decode("cp1252").strip() == "naïve \\u6f22"
 
 
