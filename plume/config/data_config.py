@@ -12,6 +12,7 @@ from plume.config.fields import (
     BACKEND,
     ENCODING,
     Backend,
+    Checked,
     Pretokenizer,
     SpecialTokens,
     TokenizerKind,
@@ -69,7 +70,7 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CleanConfig:
+class CleanConfig(Checked):
     """Which documents prepare drops. By default only empty ones."""
 
     min_characters: int = option(1, "minimum document length in characters")
@@ -85,9 +86,6 @@ class CleanConfig:
     )
     decontaminate_ngram: int = option(13, "n-gram length in words for decontaminate")
 
-    def __post_init__(self) -> None:
-        refuse(self._problems())
-
     def _problems(self) -> Iterator[str]:
         if not 0.5 <= self.near_threshold <= 1.0:
             yield f"near_threshold={self.near_threshold} must lie between 0.5 and 1, for example 0.8"
@@ -99,7 +97,7 @@ class CleanConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Checked):
     """From texts to token shards."""
 
     paths: tuple[str, ...] = field(metadata=about("files, folders, globs, python:stdlib or hub:NAME:CONFIG:SPLIT"))
@@ -123,9 +121,6 @@ class DataConfig:
     token_budget: int | None = option(None, "training tokens for the epochs in the report; unset: one epoch")
     overwrite: bool = option(False, "replace data that was prepared with other settings")
     clean: CleanConfig = option(CleanConfig(), "filters and deduplication")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if not self.paths:

@@ -62,6 +62,17 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError("; ".join(sentences))
 
 
+class Checked:
+    """A config that refuses what cannot work, all of it in one error."""
+
+    def __post_init__(self) -> None:
+        refuse(self._problems())
+
+    def _problems(self) -> Iterable[str]:
+        """A sentence for each."""
+        raise NotImplementedError
+
+
 def unknown_encoding(encoding: str) -> Iterator[str]:
     try:
         b"a".decode(encoding, "replace")

@@ -12,6 +12,7 @@ from typing import Literal
 from plume.config.fields import (
     DEVICE,
     MODEL,
+    Checked,
     EngineKind,
     EnginePrecision,
     Overflow,
@@ -94,7 +95,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Checked):
     """The engine that runs a model."""
 
     engine: EngineKind = option("auto", "cpu: compiled kernels; auto: torch with a GPU, else cpu")
@@ -106,9 +107,6 @@ class EngineConfig:
     slots: int = option(8, "sequences in the key-value cache at once")
     compile: bool = option(False, "use torch.compile")
     draft: Path | None = option(None, "folder of the draft model for speculate=draft")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if self.threads is not None and self.threads < 1:
@@ -209,7 +207,7 @@ class DecodeBenchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(Checked):
     """The HTTP server: models, keys, limits."""
 
     models: tuple[str, ...] = field(metadata=about(SERVED))
@@ -233,9 +231,6 @@ class ServeConfig:
     connections: int = option(1000, "maximum open connections; beyond them idle ones are closed")
     connections_per_address: int = option(500, "maximum open connections of one address, such as a proxy")
     telemetry: bool = option(False, "send a trace of each request by OpenTelemetry, set up by the OTEL_ variables")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from below_one(self, "batch", "queue", "max_new_tokens", "max_body_bytes")

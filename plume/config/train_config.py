@@ -18,6 +18,7 @@ from plume.config.fields import (
     RUN_FOLDER,
     SEED,
     Backend,
+    Checked,
     ObjectiveKind,
     Strategy,
     TrainPrecision,
@@ -39,7 +40,7 @@ DATA = "training text; ignored if `prepared` is set"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """The training loop, whatever the objective."""
 
     steps: int = field(metadata=about("optimizer steps"))
@@ -92,9 +93,6 @@ class TrainConfig:
     tensorboard: bool = option(False, "write TensorBoard events")
     wandb: bool = option(False, "log to Weights & Biases")
 
-    def __post_init__(self) -> None:
-        refuse(self._problems())
-
     def _problems(self) -> Iterator[str]:
         yield from below_one(self, "steps", "batch", "log_every", "keep_last", "tensor_parallel", "validation_rows")
         yield from below_one(self, "micro_batch", "batch_start", "validate_every", "checkpoint_every", "sample_every")
@@ -119,7 +117,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskingConfig:
+class MaskingConfig(Checked):
     """Masked language modelling: which tokens are predicted and what the model sees in their place."""
 
     mask_prob: float = option(0.15, "probability that a token is predicted")
@@ -128,9 +126,6 @@ class MaskingConfig:
     random_token_prob: float = option(0.1, "probability that it becomes a random token; the rest is unchanged")
     whole_words: bool = option(False, "whole-word masking")
     static_copies: int | None = option(None, "static masking: masked copies of each text (BERT: 10); unset: dynamic")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if not 0 < self.mask_prob < 1:
@@ -142,7 +137,7 @@ class MaskingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Checked):
     """The pretraining objective."""
 
     kind: ObjectiveKind = option("language-model", "what is predicted")
@@ -152,9 +147,6 @@ class ObjectiveConfig:
     document_mask: bool = option(False, "no attention across document boundaries")
     single_sentences: bool = option(False, "masked-next-sentence: pairs of one sentence each, not of longer segments")
     masking: MaskingConfig = option(MaskingConfig(), "masking of the masked objectives")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         for name in ("length", "short_length"):
@@ -169,7 +161,7 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig:
+class PretrainConfig(Checked):
     """From texts to a pretrained model, in one run folder."""
 
     folder: Path = field(metadata=about(RUN_FOLDER))
@@ -185,9 +177,6 @@ class PretrainConfig:
     resume: bool = option(False, RESUME)
     allow_changes: bool = option(False, "resume with another batch, seed or data, from the next unread row")
     overwrite: bool = option(False, OVERWRITE)
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if self.minutes is not None:
@@ -211,7 +200,7 @@ class PretrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(Checked):
     """From a pretrained teacher and texts to a smaller student."""
 
     teacher: str = field(metadata=about("folder or hub name of the teacher"))
@@ -233,9 +222,6 @@ class DistillConfig:
     resume: bool = option(False, RESUME)
     overwrite: bool = option(False, OVERWRITE)
 
-    def __post_init__(self) -> None:
-        refuse(self._problems())
-
     def _problems(self) -> Iterator[str]:
         yield from not_positive(self, {"temperature": 2})
         yield from below_one(self, "layers", "width", "heads")
@@ -245,7 +231,7 @@ class DistillConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepConfig:
+class SweepConfig(Checked):
     """Several sizes of one architecture, trained alike on the same data."""
 
     folder: Path = field(metadata=about("a run for each size, and one report"))
@@ -257,9 +243,6 @@ class SweepConfig:
     prepared: Path | None = option(None, PREPARED)
     objective: ObjectiveConfig = option(ObjectiveConfig(), "pretraining objective")
     backend: Backend = option("local", PIECES)
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if len(self.sizes) < 2:
@@ -286,7 +269,7 @@ class DemoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(Checked):
     """A model and its training tokens, before a run."""
 
     model: ModelConfig = field(metadata=about("architecture"))
@@ -307,9 +290,6 @@ class PlanConfig:
     ranks_per_node: int = option(8, "ranks per node")
     node_bandwidth_gb: float = option(300.0, "GB/s between ranks of one node")
     network_bandwidth_gb: float = option(25.0, "GB/s between nodes, per rank")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from below_one(self, "tokens", "micro_batch", "length", "ranks", "tensor_parallel", "accumulation_steps")
