@@ -171,8 +171,6 @@ def checked_length(config: PlanConfig) -> int:
     length = config.model.context if config.length is None else config.length
     if not 0 < length <= config.model.context:
         raise UserError(f"length={length} must lie between 1 and the context {config.model.context}")
-    if config.tokens <= 0 or config.micro_batch <= 0:
-        raise UserError(f"tokens={config.tokens} and micro_batch={config.micro_batch} must be positive")
     return length
 
 

@@ -13,6 +13,7 @@ from plume.config import UserError
 from plume.hf import load_model, resolve
 from plume.inference.cpu.pack import cache_paths
 from plume.tasks.explained_rows import page_fields
+from plume.util import hub
 from plume.util.hub import BUNDLED, bundled
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +35,18 @@ def lm():
 def test_a_bundled_model_has_a_name():
     assert resolve("plume-en") == FOLDER == bundled("plume-en")
     assert bundled("plume-xx") is None and bundled("../models/plume-en") is None
+
+
+@pytest.mark.parametrize("scheme", ["https", "all"])
+def test_a_hub_behind_a_proxy_is_not_asked_directly(scheme, monkeypatch):
+    from huggingface_hub import constants
+
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {scheme: "http://proxy:1"})
+    monkeypatch.setattr(hub, "is_reachable", lambda endpoint: pytest.fail("asked"))
+    assert not hub.hub_is_offline()
 
 
 def test_the_server_describes_it(lm):

@@ -219,6 +219,13 @@ def test_lines_end_between_words_on_a_terminal_and_stay_whole_in_a_file(monkeypa
 # ---- Ctrl-C
 
 
+def test_an_output_that_cannot_hold_every_letter(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="cp1252", write_through=True))
+    monkeypatch.setattr(sys.modules["plume.cli.main"], "overview", lambda: "naïve 漢")
+    assert main([]) == 0 and written.getvalue().decode("cp1252").strip() == "naïve \\u6f22"
+
+
 def test_a_verb_that_is_interrupted_says_so(capsys, monkeypatch):
     def interrupted(config):
         raise KeyboardInterrupt

@@ -1,6 +1,8 @@
 """Configuration: presets, recipes, overrides, and messages that help."""
 
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,16 @@ import pytest
 from plume.config import (
     PRESETS,
     DataConfig,
+    DecodeBenchConfig,
+    DemoConfig,
+    EmbedConfig,
     FinetuneConfig,
     ModelConfig,
     PlanConfig,
     PretrainConfig,
+    RunsConfig,
+    SamplingConfig,
+    TokenizerConfig,
     TrainConfig,
     UserError,
     build,
@@ -22,6 +30,7 @@ from plume.config import (
     with_overrides,
 )
 from plume.config.fields import option
+from plume.config.recipes import from_fields, with_paths
 from plume.train.pretrain import pretrain
 
 
@@ -160,3 +169,58 @@ def test_a_word_that_a_field_does_not_take_is_refused_in_a_config_too(tmp_path):
     with pytest.raises(UserError, match=r"train.precision='fp32' is none of auto, float32, bfloat16"):
         pretrain(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_preset_or_a_config_with_fields_of_its_own(tmp_path):
+    for given in ({"model": "gpt2-laptop", "layers": 2}, {"layers": 2, "model": PRESETS["gpt2-laptop"]}):
+        model = from_fields(PretrainConfig, {**given, "folder": tmp_path, "steps": 5}).model
+        assert model == replace(PRESETS["gpt2-laptop"], layers=2)
+    (tmp_path / "short.toml").write_text('folder = "x"\nmodel = "gpt2-laptop"\n[train]\nsteps = 5\n')
+    table = read_recipe(tmp_path / "short.toml")
+    for words in (["--model.layers", "2"], ["--model.layers", "2", "--model", "gpt2-laptop"]):
+        changed = with_overrides(table, parse_options(PretrainConfig, words)[1])
+        assert build(PretrainConfig, changed).model == replace(PRESETS["gpt2-laptop"], layers=2)
+    assert table["model"] == "gpt2-laptop"
+
+
+def test_a_list_needs_a_value_too():
+    with pytest.raises(UserError, match="--paths needs a value"):
+        parse_options(DataConfig, ["--paths", "--folder", "x"])
+
+
+def test_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    for config in (
+        build(DataConfig, {"paths": "a", "folder": "~/data", "tokenizer": {"folder": "~/tok"}}),
+        with_paths(DataConfig(paths=("a",), folder=Path("~/data"), tokenizer=TokenizerConfig(folder=Path("~/tok")))),
+    ):
+        assert (config.folder, config.tokenizer.folder) == (tmp_path / "data", tmp_path / "tok")
+    assert build(RunsConfig, {"folders": ["~/runs", "b"]}).folders == (tmp_path / "runs", Path("b"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "message"),
+    [
+        (TrainConfig, {"steps": 5, "weight_decay": -0.1}, "weight_decay=-0.1 cannot be negative; 0 means none"),
+        (TrainConfig, {"steps": 5, "muon_weight_decay": math.nan}, "muon_weight_decay=nan cannot be negative"),
+        (TrainConfig, {"steps": 5, "seed": 1 << 70}, "has more than 64 bits; 1 would do"),
+        (DemoConfig, {"seed": -(1 << 70)}, "has more than 64 bits"),
+        (DataConfig, {"paths": ["a", "b"], "folder": "x", "weights": [1, math.inf]}, "none infinite"),
+        (DataConfig, {"paths": "a", "folder": "x", "token_budget": 0}, "token_budget=0 must be at least 1, or unset"),
+        (DataConfig, {"paths": "a", "folder": "x", "encoding": "undefined"}, "encoding='undefined' is not known"),
+        (DataConfig, {"paths": "a", "folder": "x", "encoding": "idna"}, "encoding='idna' is not known"),
+        (
+            PlanConfig,
+            {"model": "gpt2", "ranks": 0, "tflops": 0},
+            "ranks=0 must be at least 1; tflops=0.0 must be above",
+        ),
+        (EmbedConfig, {"model": "m", "texts": "t", "out": "o", "batch": 0}, "batch=0 must be at least 1"),
+        (DecodeBenchConfig, {"rounds": 0}, "rounds=0 must be at least 1"),
+        (SamplingConfig, {"repetition_penalty": math.nan}, "repetition_penalty=nan must be above 0"),
+        (SamplingConfig, {"presence_penalty": math.inf}, "presence_penalty=inf must be a finite number"),
+    ],
+)
+def test_numbers_that_cannot_work(kind, given, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        build(kind, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -331,6 +332,8 @@ def run_command(words: Words) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command. A user's mistake ends it with one message and code 2; a traceback means a defect of Plume."""
     words = sys.argv[1:] if words is None else list(words)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a pipe of Windows takes no other letters than its own
     try:
         run_command(words)
     except UserError as error:

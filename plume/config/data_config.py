@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from plume.config.fields import (
     BACKEND,
     ENCODING,
     Backend,
+    Checked,
     Pretokenizer,
     SpecialTokens,
     TokenizerKind,
@@ -68,7 +70,7 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CleanConfig:
+class CleanConfig(Checked):
     """Which documents prepare drops. By default only empty ones."""
 
     min_characters: int = option(1, "minimum document length in characters")
@@ -84,9 +86,6 @@ class CleanConfig:
     )
     decontaminate_ngram: int = option(13, "n-gram length in words for decontaminate")
 
-    def __post_init__(self) -> None:
-        refuse(self._problems())
-
     def _problems(self) -> Iterator[str]:
         if not 0.5 <= self.near_threshold <= 1.0:
             yield f"near_threshold={self.near_threshold} must lie between 0.5 and 1, for example 0.8"
@@ -98,7 +97,7 @@ class CleanConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Checked):
     """From texts to token shards."""
 
     paths: tuple[str, ...] = field(metadata=about("files, folders, globs, python:stdlib or hub:NAME:CONFIG:SPLIT"))
@@ -123,9 +122,6 @@ class DataConfig:
     overwrite: bool = option(False, "replace data that was prepared with other settings")
     clean: CleanConfig = option(CleanConfig(), "filters and deduplication")
 
-    def __post_init__(self) -> None:
-        refuse(self._problems())
-
     def _problems(self) -> Iterator[str]:
         if not self.paths:
             yield "paths is empty; name a file, a folder or python:stdlib"
@@ -135,10 +131,10 @@ class DataConfig:
                 yield f"{name} has {len(given)} entries for {len(self.paths)} paths; give one for each"
         if any(w < 0 for w in self.weights):
             yield f"weights={list(self.weights)}: a weight cannot be negative; 0 leaves a path out"
-        elif self.weights and not sum(self.weights) > 0:
-            yield f"weights={list(self.weights)}: at least one weight must be above 0"
+        elif self.weights and not 0 < sum(self.weights) < math.inf:
+            yield f"weights={list(self.weights)}: at least one weight must be above 0, and none infinite"
         yield from not_probability(self, {"validation_fraction": 0.01})
-        yield from below_one(self, "shard_mb", "workers")
+        yield from below_one(self, "shard_mb", "workers", "token_budget")
         yield from unknown_encoding(self.encoding)
 
 

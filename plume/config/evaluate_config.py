@@ -14,18 +14,18 @@ from plume.config.fields import (
     PIECES,
     Backend,
     Boundary,
+    Checked,
     ProtocolName,
     WeightPrecision,
     about,
     below_one,
     not_positive,
     option,
-    refuse,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(Checked):
     """A model, tasks, and the protocol."""
 
     model: str = field(metadata=about(MODEL))
@@ -57,9 +57,6 @@ class EvaluateConfig:
     answer_field: str = option("answer", "name of the answer field in your own rows")
     backend: Backend = option("local", PIECES)
 
-    def __post_init__(self) -> None:
-        refuse(self._problems())
-
     def _problems(self) -> Iterator[str]:
         if not self.tasks:
             yield "tasks is empty; name one, for example lambada, or a file"
@@ -69,7 +66,7 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReproduceConfig:
+class ReproduceConfig(Checked):
     """An experiment of a paper in small, on its own or on given data."""
 
     experiment: str | None = option(None, "name of the experiment, or all; unset: list them")
@@ -85,9 +82,6 @@ class ReproduceConfig:
     backend: Backend = option("local", BACKEND)
     workers: int = option(1, "jobs at a time")
     dry_run: bool = option(False, "show jobs and time, and run nothing")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from below_one(self, "seeds", "workers")

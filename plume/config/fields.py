@@ -62,10 +62,21 @@ def refuse(problems: Iterable[str]) -> None:
         raise UserError("; ".join(sentences))
 
 
+class Checked:
+    """A config that refuses what cannot work, all of it in one error."""
+
+    def __post_init__(self) -> None:
+        refuse(self._problems())
+
+    def _problems(self) -> Iterable[str]:
+        """A sentence for each."""
+        raise NotImplementedError
+
+
 def unknown_encoding(encoding: str) -> Iterator[str]:
     try:
-        "".encode(encoding)
-    except LookupError:
+        b"a".decode(encoding, "replace")
+    except (LookupError, ValueError):  # the second: names that are no encoding of texts
         yield f"encoding={encoding!r} is not known; utf-8, gb18030 and latin-1 are"
 
 
@@ -75,6 +86,18 @@ def below_one(config: Any, *names: str) -> Iterator[str]:
         if (value := getattr(config, name)) is not None and value < 1:
             optional = getattr(type(config), name, 0) is None  # what a dataclass keeps as the default
             yield f"{name}={value} must be at least 1{', or unset' if optional else ''}"
+
+
+def below_zero(config: Any, *names: str) -> Iterator[str]:
+    """A sentence for each of these fields that is set and not at least 0."""
+    for name in names:
+        if (value := getattr(config, name)) is not None and not value >= 0:
+            yield f"{name}={value} cannot be negative; 0 means none"
+
+
+def wrong_seed(seed: int) -> Iterator[str]:
+    if not -(1 << 63) <= seed < 1 << 63:
+        yield f"seed={seed} has more than 64 bits; 1 would do"
 
 
 def not_positive(config: Any, examples: Mapping[str, float]) -> Iterator[str]:

@@ -14,20 +14,22 @@ from plume.config.fields import (
     OVERWRITE,
     PIECES,
     Backend,
+    Checked,
     TaskTarget,
     TrainPrecision,
     about,
     below_one,
+    below_zero,
     not_positive,
     not_probability,
     option,
-    refuse,
     unknown_encoding,
+    wrong_seed,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig:
+class TaskConfig(Checked):
     """Labelled rows: where they are, what their columns mean, and the kind of task."""
 
     train: str = field(metadata=about("training rows: .csv .tsv .jsonl .json .parquet .conll, or a folder"))
@@ -54,9 +56,6 @@ class TaskConfig:
     question_length: int = option(64, "span: maximum question length in tokens")
     skip_bad_rows: bool = option(False, "skip rows without text or with a bad label instead of stopping")
 
-    def __post_init__(self) -> None:
-        refuse(self._problems())
-
     def _problems(self) -> Iterator[str]:
         if not 0.0 < self.validation_fraction < 1.0:
             yield f"validation_fraction={self.validation_fraction} must lie between 0 and 1, for example 0.1"
@@ -68,7 +67,7 @@ class TaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptConfig:
+class AdaptConfig(Checked):
     """Which weights are trained."""
 
     mode: Literal["full", "features", "lora"] = option("full", "features: frozen body, only the head is trained")
@@ -82,9 +81,6 @@ class AdaptConfig:
     lora_modules: tuple[Literal["q", "k", "v", "out", "up", "down"], ...] = option(
         ("q", "v"), "matrices with LoRA: q k v out up down"
     )
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if self.freeze_layers < 0:
@@ -103,7 +99,7 @@ class AdaptConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetuneConfig:
+class FinetuneConfig(Checked):
     """From a pretrained model and labelled rows to an evaluated model."""
 
     model: str = field(metadata=about(MODEL))
@@ -141,14 +137,13 @@ class FinetuneConfig:
     resume: bool = option(False, "continue an interrupted run; finished seeds are kept")
     overwrite: bool = option(False, OVERWRITE)
 
-    def __post_init__(self) -> None:
-        refuse(self._problems())
-
     def _problems(self) -> Iterator[str]:
         yield from below_one(
             self, "batch", "micro_batch", "validate_every", "patience", "seeds", "beams", "answer_length", "contrastive"
         )
         yield from not_positive(self, {"epochs": 3, "lr": 5e-5, "temperature": 0.05})
+        yield from below_zero(self, "weight_decay")
+        yield from wrong_seed(self.seed)
         if self.search is not None and self.search < 3:
             yield f"search={self.search} must be 3 or more, for example 8"
         if self.search is not None and self.lr is not None:

@@ -12,6 +12,7 @@ from typing import Literal
 from plume.config.fields import (
     DEVICE,
     MODEL,
+    Checked,
     EngineKind,
     EnginePrecision,
     Overflow,
@@ -76,8 +77,13 @@ class SamplingConfig:
         for name in ("top_p", "min_p", "typical_p"):
             value = getattr(self, name)
             yield value is not None and not 0 < value <= 1, f"{name}={value} must be above 0 and at most 1, e.g. 0.9"
-        yield self.repetition_penalty <= 0, f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is off"
+        yield (
+            not 0 < self.repetition_penalty < math.inf,
+            f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is off",
+        )
         yield self.no_repeat_ngram < 0, f"no_repeat_ngram={self.no_repeat_ngram} cannot be negative; 0 is off"
+        for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
+            yield not math.isfinite(getattr(self, name)), f"{name}={getattr(self, name)} must be a finite number"
         yield "" in self.stop, "stop has a text of zero length, which would end every answer; leave it out"
         yield self.n < 1, f"n={self.n} must be at least 1"
         yield self.best_of is not None and self.best_of < self.n, f"best_of={self.best_of} must be at least n={self.n}"
@@ -89,7 +95,7 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Checked):
     """The engine that runs a model."""
 
     engine: EngineKind = option("auto", "cpu: compiled kernels; auto: torch with a GPU, else cpu")
@@ -101,9 +107,6 @@ class EngineConfig:
     slots: int = option(8, "sequences in the key-value cache at once")
     compile: bool = option(False, "use torch.compile")
     draft: Path | None = option(None, "folder of the draft model for speculate=draft")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if self.threads is not None and self.threads < 1:
@@ -151,6 +154,9 @@ class EmbedConfig:
     batch: int = option(32, "texts per forward pass")
     device: str = option("auto", DEVICE)
 
+    def __post_init__(self) -> None:
+        refuse(below_one(self, "batch"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImportConfig:
@@ -195,9 +201,13 @@ class DecodeBenchConfig:
     rounds: int = option(3, "repetitions; the fastest counts")
     threads: int | None = option(None, "CPU threads; unset: OMP_NUM_THREADS, or all cores")
 
+    def __post_init__(self) -> None:
+        counts = ("prompt_tokens", "new_tokens", "batch", "prefill_tokens", "rounds", "threads")
+        refuse(below_one(self, *counts))
+
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig:
+class ServeConfig(Checked):
     """The HTTP server: models, keys, limits."""
 
     models: tuple[str, ...] = field(metadata=about(SERVED))
@@ -221,9 +231,6 @@ class ServeConfig:
     connections: int = option(1000, "maximum open connections; beyond them idle ones are closed")
     connections_per_address: int = option(500, "maximum open connections of one address, such as a proxy")
     telemetry: bool = option(False, "send a trace of each request by OpenTelemetry, set up by the OTEL_ variables")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from below_one(self, "batch", "queue", "max_new_tokens", "max_body_bytes")

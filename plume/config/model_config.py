@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from plume.config.fields import UserError, about, below_one, did_you_mean, not_probability, option, refuse
+from plume.config.fields import Checked, UserError, about, below_one, did_you_mean, not_probability, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Checked):
     """One stack of Transformer blocks, or two. Fields say how it behaves, never which checkpoint it is."""
 
     vocab_size: int = field(metadata=about("vocabulary size; in training it follows the tokenizer"))
@@ -42,9 +42,6 @@ class ModelConfig:
     norm_eps: float = option(1e-5, "epsilon of layer norms")
     dropout: float = option(0.1, "dropout probability")
     vocab_multiple: int = option(1, "pad the embedding table to a multiple of this")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         yield from below_one(self, "vocab_size", "context", "layers", "heads", "width", "vocab_multiple")

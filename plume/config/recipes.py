@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
@@ -49,19 +50,12 @@ def build(kind: type[T], table: Mapping[str, Any], *, origin: str = "") -> T:
     problems += wrong
     if problems or value is None:
         raise UserError("\n  ".join([f"{origin}:"] * bool(origin) + problems))
-    return value
+    return cast(T, with_paths(value))
 
 
 def from_fields(kind: type[T], given: Mapping[str, Any]) -> T:
     """A config from keywords; a name that only one section has needs no section."""
-    table: dict[str, Any] = {}
-    for name, value in given.items():
-        *sections, last = locate(kind, name, value).split(".")
-        place = table
-        for section in sections:
-            place = place.setdefault(section, {})
-        place[last] = value
-    return build(kind, table)
+    return build(kind, _with_values({}, {locate(kind, name, value): value for name, value in given.items()}))
 
 
 def locate(kind: type, name: str, value: Any = None) -> str:
@@ -244,15 +238,21 @@ def wrong_choices(config: Any, path: str = "") -> Iterator[str]:
 
 
 def with_paths(config: Any) -> Any:
-    """The config with a Path where one is meant and a text was given, which Python does not check either."""
+    """The config with a Path where one is meant and a text was given, and with the home folder for `~`."""
     changed: dict[str, Any] = {}
     for name, hint in get_type_hints(type(config)).items():
         value = getattr(config, name, None)
         if is_dataclass(value) and (inner := with_paths(value)) is not value:
             changed[name] = inner
-        elif isinstance(value, str) and hint in (Path, Path | None):
-            changed[name] = Path(value)
+        elif isinstance(value, str | Path) and hint in (Path, Path | None) and value != (path := at_home(value)):
+            changed[name] = path
+        elif isinstance(value, tuple) and hint == tuple[Path, ...]:
+            changed[name] = tuple(map(at_home, value))
     return replace(config, **changed) if changed else config
+
+
+def at_home(path: str | Path) -> Path:
+    return Path(os.path.expanduser(path))
 
 
 class CallableModule(ModuleType):
@@ -334,7 +334,7 @@ def kind_of(owner: Any, name: str) -> Any:
 
 def _option_value(kind: type, name: str, values: list[str]) -> str | list[str]:
     taken = _words_taken(kind, name)
-    if not values and taken == 1:
+    if not values and taken >= 1 and _hint_of(kind, name) is not None:
         raise UserError(f"--{name.replace('_', '-')} needs a value")
     if len(values) > 1 and taken <= 1:
         raise UserError(f"--{name.replace('_', '-')} was given {len(values)} times")
@@ -343,15 +343,32 @@ def _option_value(kind: type, name: str, values: list[str]) -> str | list[str]:
 
 def with_overrides(table: Mapping[str, Any], overrides: Mapping[str, str | list[str]]) -> dict[str, Any]:
     """The table with `section.field` values laid over it."""
-    merged: dict[str, Any] = {k: dict(v) if isinstance(v, Mapping) else v for k, v in table.items()}
-    for dotted, text in overrides.items():
-        *sections, name = dotted.replace("-", "_").split(".")
+    values = {
+        name.replace("-", "_"): _toml_value(text) if isinstance(text, str) else [_toml_value(value) for value in text]
+        for name, text in overrides.items()
+    }
+    return _with_values(table, values)
+
+
+def _with_values(table: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with values by dotted name: whole sections first, then fields of them."""
+    merged = dict(table)
+    for dotted in sorted(values, key=lambda name: name.count(".")):
+        *sections, name = dotted.split(".")
         place = merged
         for section in sections:
-            inner = place.get(section)
-            place[section] = place = dict(inner) if isinstance(inner, Mapping) else {}
-        place[name] = _toml_value(text) if isinstance(text, str) else [_toml_value(value) for value in text]
+            place[section] = place = _opened(place.get(section))
+        place[name] = values[dotted]
     return merged
+
+
+def _opened(section: Any) -> dict[str, Any]:
+    """A section as a table, also where a config or the name of a preset stands for it."""
+    if is_dataclass(section) and not isinstance(section, type):
+        return {f.name: getattr(section, f.name) for f in fields(section)}
+    if isinstance(section, str):
+        return {"preset": section}
+    return dict(section) if isinstance(section, Mapping) else {}
 
 
 def _toml_value(text: str) -> Any:

@@ -18,16 +18,19 @@ from plume.config.fields import (
     RUN_FOLDER,
     SEED,
     Backend,
+    Checked,
     ObjectiveKind,
     Strategy,
     TrainPrecision,
     about,
     below_one,
+    below_zero,
     not_positive,
     not_probability,
     option,
     refuse,
     unknown_encoding,
+    wrong_seed,
 )
 from plume.config.model_config import ModelConfig
 from plume.config.recipes import RECIPE, read_recipe
@@ -37,7 +40,7 @@ DATA = "training text; ignored if `prepared` is set"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """The training loop, whatever the objective."""
 
     steps: int = field(metadata=about("optimizer steps"))
@@ -90,9 +93,6 @@ class TrainConfig:
     tensorboard: bool = option(False, "write TensorBoard events")
     wandb: bool = option(False, "log to Weights & Biases")
 
-    def __post_init__(self) -> None:
-        refuse(self._problems())
-
     def _problems(self) -> Iterator[str]:
         yield from below_one(self, "steps", "batch", "log_every", "keep_last", "tensor_parallel", "validation_rows")
         yield from below_one(self, "micro_batch", "batch_start", "validate_every", "checkpoint_every", "sample_every")
@@ -100,8 +100,8 @@ class TrainConfig:
         yield from not_positive(self, {"lr": 6e-4, "muon_lr": 0.02, "eps": 1e-8})
         if not self.grad_clip > 0:
             yield f"grad_clip={self.grad_clip} must be above 0, for example 1.0; inf means unclipped"
-        if self.warmup_steps < 0:
-            yield f"warmup_steps={self.warmup_steps} cannot be negative; 0 means none"
+        yield from below_zero(self, "warmup_steps", "weight_decay", "muon_weight_decay")
+        yield from wrong_seed(self.seed)
         for name in ("final_lr_ratio", "cooldown_fraction"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 yield f"{name}={getattr(self, name)} must lie between 0 and 1, for example 0.1"
@@ -117,7 +117,7 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskingConfig:
+class MaskingConfig(Checked):
     """Masked language modelling: which tokens are predicted and what the model sees in their place."""
 
     mask_prob: float = option(0.15, "probability that a token is predicted")
@@ -126,9 +126,6 @@ class MaskingConfig:
     random_token_prob: float = option(0.1, "probability that it becomes a random token; the rest is unchanged")
     whole_words: bool = option(False, "whole-word masking")
     static_copies: int | None = option(None, "static masking: masked copies of each text (BERT: 10); unset: dynamic")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if not 0 < self.mask_prob < 1:
@@ -140,7 +137,7 @@ class MaskingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Checked):
     """The pretraining objective."""
 
     kind: ObjectiveKind = option("language-model", "what is predicted")
@@ -150,9 +147,6 @@ class ObjectiveConfig:
     document_mask: bool = option(False, "no attention across document boundaries")
     single_sentences: bool = option(False, "masked-next-sentence: pairs of one sentence each, not of longer segments")
     masking: MaskingConfig = option(MaskingConfig(), "masking of the masked objectives")
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         for name in ("length", "short_length"):
@@ -167,7 +161,7 @@ class ObjectiveConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainConfig:
+class PretrainConfig(Checked):
     """From texts to a pretrained model, in one run folder."""
 
     folder: Path = field(metadata=about(RUN_FOLDER))
@@ -183,9 +177,6 @@ class PretrainConfig:
     resume: bool = option(False, RESUME)
     allow_changes: bool = option(False, "resume with another batch, seed or data, from the next unread row")
     overwrite: bool = option(False, OVERWRITE)
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if self.minutes is not None:
@@ -209,7 +200,7 @@ class PretrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(Checked):
     """From a pretrained teacher and texts to a smaller student."""
 
     teacher: str = field(metadata=about("folder or hub name of the teacher"))
@@ -231,9 +222,6 @@ class DistillConfig:
     resume: bool = option(False, RESUME)
     overwrite: bool = option(False, OVERWRITE)
 
-    def __post_init__(self) -> None:
-        refuse(self._problems())
-
     def _problems(self) -> Iterator[str]:
         yield from not_positive(self, {"temperature": 2})
         yield from below_one(self, "layers", "width", "heads")
@@ -243,7 +231,7 @@ class DistillConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepConfig:
+class SweepConfig(Checked):
     """Several sizes of one architecture, trained alike on the same data."""
 
     folder: Path = field(metadata=about("a run for each size, and one report"))
@@ -255,9 +243,6 @@ class SweepConfig:
     prepared: Path | None = option(None, PREPARED)
     objective: ObjectiveConfig = option(ObjectiveConfig(), "pretraining objective")
     backend: Backend = option("local", PIECES)
-
-    def __post_init__(self) -> None:
-        refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
         if len(self.sizes) < 2:
@@ -280,11 +265,11 @@ class DemoConfig:
     overwrite: bool = option(False, OVERWRITE)
 
     def __post_init__(self) -> None:
-        refuse([*not_positive(self, {"minutes": 2}), *unknown_encoding(self.encoding)])
+        refuse([*not_positive(self, {"minutes": 2}), *unknown_encoding(self.encoding), *wrong_seed(self.seed)])
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(Checked):
     """A model and its training tokens, before a run."""
 
     model: ModelConfig = field(metadata=about("architecture"))
@@ -305,6 +290,12 @@ class PlanConfig:
     ranks_per_node: int = option(8, "ranks per node")
     node_bandwidth_gb: float = option(300.0, "GB/s between ranks of one node")
     network_bandwidth_gb: float = option(25.0, "GB/s between nodes, per rank")
+
+    def _problems(self) -> Iterator[str]:
+        yield from below_one(self, "tokens", "micro_batch", "length", "ranks", "tensor_parallel", "accumulation_steps")
+        yield from below_one(self, "ranks_per_node")
+        yield from not_positive(self, {"tflops": 312, "memory_gb": 80, "node_bandwidth_gb": 300})
+        yield from not_positive(self, {"network_bandwidth_gb": 25})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from plume.data.shards import mapped
 from plume.data.sources import optional
 from plume.data.tables import Tally
 from plume.util.files import aside
-from plume.util.hashing import mixed, ngram_hashes, run_hashes, word_hashes
+from plume.util.hashing import UNSPACED, mixed, ngram_hashes, run_hashes, separated, word_hashes
 
 SAMPLED_WORDS = 1000  # of a document's beginning, by which its quality is judged
 NO_LANGUAGE = "zxx"  # ISO 639-2 for no linguistic content
@@ -93,16 +93,17 @@ def check_languages(wanted: Sequence[str]) -> None:
 
 def quality_problem(text: str) -> str | None:
     """What makes a text unlike prose, if anything: limits in the manner of published web corpora."""
-    words = text[: 8 * SAMPLED_WORDS].split()[:SAMPLED_WORDS]
+    words = separated(text[: 8 * SAMPLED_WORDS]).split()[:SAMPLED_WORDS]
     letters = sum(any(c.isalpha() for c in w) for w in words)
-    mean = sum(map(len, words)) / max(1, len(words))
+    spaced = [w for w in words if UNSPACED.match(w) is None]
+    mean = sum(map(len, spaced)) / max(1, len(spaced))
     symbols = sum(text.count(s) for s in ("#", "...", "…", "{", "}"))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not 3 <= mean <= 10:
+    if 2 * len(spaced) >= len(words) and not 3 <= mean <= 10:
         return "word length"
     if letters < 0.8 * len(words):
         return "few words with letters"
-    if symbols > 0.1 * len(text.split()):
+    if symbols > 0.1 * len(separated(text).split()):
         return "symbols"
     if len(lines) > 10 and sum(line.startswith(("•", "-", "*")) for line in lines) > 0.9 * len(lines):
         return "bullets"

@@ -28,6 +28,7 @@ from plume.data.tables import (
     suffix_of,
     wrong_encoding,
 )
+from plume.util.files import encodable
 
 MAX_PAGE = 8 << 20  # bytes of one web page; the parser needs many times that in memory
 BINARY_SHARE = 0.1  # of NUL characters from which a text is taken for binary data
@@ -103,14 +104,6 @@ def reject_reason(document: Document) -> str | None:
         if not text.isascii() and not encodable(text):
             return "half characters (lone surrogates)"
     return None
-
-
-def encodable(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def zstd_error() -> type[Exception]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import os
+import re
 import shutil
 import zlib
 from collections import defaultdict
@@ -25,6 +27,7 @@ from plume.data.shards import (
     CHUNK,
     FORMAT,
     MANIFEST,
+    WORK,
     Manifest,
     Shard,
     Split,
@@ -42,6 +45,7 @@ FEW_DOCUMENTS = 1000  # below this a split by hash would be too uneven
 SHARD_BYTES = 1 << 29  # of tokens in one shard: a terabyte is two thousand shards
 PART_BYTES = 1 << 25  # of tokens written by one task; whole chunks
 SPLITS: dict[Split, bool] = {"train": False, "validation": True}  # whether it is held out
+SHARD_FILE = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.(tokens|starts|sums)")
 TRASH = ".trash"
 Names = dict[str, str]  # fingerprints
 Mask = npt.NDArray[np.bool_]
@@ -338,17 +342,30 @@ def check_something_left(config: DataConfig, train: list[Shard]) -> None:
 
 def publish(folder: Path, work: Path, manifest: Manifest, report: dict[str, Any]) -> None:
     """Move everything to its place, the manifest last; until then the folder counts as unfinished."""
+    old = [file for file in folder.iterdir() if SHARD_FILE.fullmatch(file.name)]
+    keep_tokenizer = same_files(work / "tokenizer", place := folder / "tokenizer")
+    if place.exists() and not keep_tokenizer and not old and not (folder / MANIFEST).is_file():
+        raise UserError(
+            f"{place} was there before and is not the tokenizer of this data, so it is not replaced; rename it and run "
+            "the same command again to continue, or name another --folder"
+        )
     (folder / MANIFEST).unlink(missing_ok=True)
-    for suffix in ("tokens", "starts", "sums"):
-        for old in folder.glob(f"*.{suffix}"):
-            old.unlink()
+    for file in old:
+        file.unlink()
     for new in sorted((work / "done").iterdir()):
         new.rename(folder / new.name)
-    shutil.rmtree(folder / "tokenizer", ignore_errors=True)
-    shutil.copytree(work / "tokenizer", folder / "tokenizer")
+    if not keep_tokenizer:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(work / "tokenizer", place)
     write_json(folder / "report.json", report)
     write_manifest(folder, manifest)
     discard(work)
+
+
+def same_files(new: Path, place: Path) -> bool:
+    """Whether every file of a folder is in another one too."""
+    names = [file.name for file in new.iterdir()]
+    return filecmp.cmpfiles(new, place, names, shallow=False)[0] == names
 
 
 def discard(work: Path) -> None:
@@ -356,7 +373,7 @@ def discard(work: Path) -> None:
     doomed = work.with_name(f"{TRASH}{work.name}-{os.getpid()}")
     with suppress(FileNotFoundError):
         work.rename(doomed)
-    for old in work.parent.glob(f"{TRASH}*"):
+    for old in work.parent.glob(f"{TRASH}{WORK}*"):
         with suppress(OSError), ThreadPoolExecutor(cores()) as pool:  # one thread takes a second per gigabyte
             list(pool.map(remove, old.iterdir()))
         shutil.rmtree(old, ignore_errors=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol, cast
 
-from plume.data.tables import seek_forward
+from plume.data.tables import MARKED, seek_forward
 
 Unit = str  # of documents: file, paragraph or line, as DataConfig has it
 SEARCH = 1 << 20  # bytes searched for a good place to split a long text
@@ -106,7 +106,7 @@ class Utf8:
 
     def __init__(self, chunks: Iterator[bytes], encoding: str) -> None:
         self.chunks, self.buffer = chunks, b""
-        self.decoder = codecs.getincrementaldecoder(encoding)("plume-mark")
+        self.decoder = codecs.getincrementaldecoder(encoding)(MARKED)
 
     def read(self, size: int, /) -> bytes:
         parts, held = [self.buffer], len(self.buffer)
@@ -119,15 +119,6 @@ class Utf8:
         whole = b"".join(parts)
         self.buffer = whole[size:]
         return whole[:size]
-
-
-def mark(error: UnicodeError) -> tuple[str, int]:
-    """Half a character in place of what an encoding cannot decode."""
-    assert isinstance(error, UnicodeDecodeError)
-    return "\udc80", error.end
-
-
-codecs.register_error("plume-mark", mark)
 
 
 def text_blocks(

@@ -108,12 +108,16 @@ def unread_files(spec: str) -> list[Path]:
 
 def names_below(base: Path, *, readable: bool = True) -> Iterator[str]:
     """The files in a folder whose endings are known, or the others; hidden ones left out."""
-    for folder, inner, files in os.walk(base):
+    for folder, inner, files in os.walk(base, onerror=refuse_folder):
         inner[:] = [name for name in inner if not name.startswith((".", "__pycache__"))]
         below = os.path.relpath(folder, base)
         for name in files:
             if not name.startswith((".", "__pycache__")) and readable_kind(name) == readable:
                 yield name if below == "." else os.path.join(below, name)
+
+
+def refuse_folder(error: OSError) -> None:
+    raise UserError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
 def readable_kind(name: str) -> bool:
@@ -124,15 +128,18 @@ def readable_kind(name: str) -> bool:
 
 def package_files(name: str) -> list[Path]:
     """The Python source of an installed package, or of the standard library, without its tests."""
-    if name == "stdlib":
-        base = Path(sysconfig.get_path("stdlib"))
-    else:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:
-            raise UserError(f"python:{name}: no such package is installed; python:stdlib is always there")
-        base = Path(spec.origin).parent
-        if spec.submodule_search_locations is None:
-            return [Path(spec.origin)]
+    base = Path(sysconfig.get_path("stdlib"))
+    if name != "stdlib":
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ImportError, ValueError):  # of the package around it; of a module without a spec
+            spec = None
+        found = Path("") if spec is None or spec.origin is None else Path(spec.origin)
+        if found.suffix != ".py":  # such as frozen, built-in or a library
+            raise UserError(f"python:{name}: no such package is installed, or not as source; python:stdlib always is")
+        if spec is not None and spec.submodule_search_locations is None:
+            return [found]
+        base = found.parent
     inside = (p for p in sorted(base.rglob("*.py")) if not NOT_SOURCE & set(p.relative_to(base).parts))
     return [p for p in inside if p.is_file() and p.stat().st_size > 0]
 
@@ -280,7 +287,7 @@ def optional(module: str, purpose: str, extra: str = "web") -> Any:
 
 
 def hub_name(spec: str) -> tuple[str, str | None, str]:
-    """`hub:NAME[:CONFIG[:SPLIT]]` taken apart; the split is train unless last_line."""
+    """`hub:NAME[:CONFIG[:SPLIT]]` taken apart; without one the split is train."""
     name, configuration, split = [*spec.removeprefix("hub:").split(":"), "", ""][:3]
     return name, configuration if configuration else None, split if split else "train"
 
@@ -299,7 +306,8 @@ def load_hub(spec: str) -> Any:
         return datasets.load_dataset(name, configuration, split=split, streaming=not offline)
     except Exception as error:  # the library has many ways to fail; the user needs its last sentence
         state = "offline" if offline else "online"
-        raise UserError(f"{spec} ({state}): {type(error).__name__}: {str(error).strip().splitlines()[-1]}") from error
+        reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[-1:]])
+        raise UserError(f"{spec} ({state}): {reason}") from error
 
 
 def hub_rows(spec: str, shard: int, shards: int) -> Iterator[Row]:

@@ -20,6 +20,7 @@ from plume.data.shards import ShardWriter, mapped, token_dtype
 from plume.data.sources import WorkUnit
 from plume.data.tables import Tally
 from plume.text import Tokenizer
+from plume.text.encoders import grouped
 from plume.text.tokenizer_training import count_words, word_counter, write_run
 from plume.util.files import aside, stream_aside, write_json
 
@@ -115,7 +116,7 @@ class ShardMaker(Survey):
         hashes, sizes, continues = list[int](), list[int](), list[bool]()
         signatures = list[npt.NDArray[np.uint32]]()
         with ShardWriter(self.work, name, self.dtype) as writer:
-            for group in self.groups(piece, tally, counts):
+            for group in grouped(self.kept(piece, tally, counts), BATCH_CHARACTERS, lambda one: len(one.text)):
                 for document, *sides in zip(group, *self.encode(group), strict=True):
                     if not all(map(len, sides)):
                         tally.drop("no tokens", document.where, document.size)
@@ -139,18 +140,6 @@ class ShardMaker(Survey):
             "dropped": tally.to_dict(),
         }
         return self.finish(piece, result)
-
-    def groups(self, piece: WorkUnit, tally: Tally, counts: Counter[str]) -> Iterator[list[Document]]:
-        """Documents that stay, in groups that are worth a call of the tokenizer."""
-        group, size = list[Document](), 0
-        for document in self.kept(piece, tally, counts):
-            group.append(document)
-            size += len(document.text)
-            if size >= BATCH_CHARACTERS:
-                yield group
-                group, size = [], 0
-        if group:
-            yield group
 
     def encode(self, group: list[Document]) -> list[list[npt.NDArray[np.int32]]]:
         sides = [[d.text for d in group]]

@@ -23,6 +23,16 @@ LONGEST_LINE = 64 << 20  # bytes; a longer record is skipped, so that memory sta
 COMPRESSED = (".gz", ".zst")
 UNDECODED = re.compile("[\udc80-\udcff]")  # bytes that surrogateescape kept apart
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+MARKED = "plume-mark"  # how an encoding other than UTF-8 is decoded
+
+
+def mark(error: UnicodeError) -> tuple[str, int]:
+    """Half a character in place of what an encoding cannot decode."""
+    assert isinstance(error, UnicodeDecodeError)
+    return "\udc80", error.end
+
+
+codecs.register_error(MARKED, mark)
 
 
 @dataclass
@@ -96,7 +106,7 @@ def open_bytes(path: Path) -> BinaryIO:
 
 
 def seek_forward(stream: BinaryIO, place: int) -> None:
-    """Go on from a byte of a stream that nothing was read from yet; a compressed one is read up to there."""
+    """Continue from a byte of a stream that nothing was read from yet; a compressed one is read up to there."""
     if isinstance(getattr(stream, "raw", None), io.FileIO):
         stream.seek(place)
         return
@@ -174,13 +184,14 @@ def as_row(value: Any, where: str, tally: Tally | None, size: int = 0) -> Row | 
 
 @contextmanager
 def as_text(stream: BinaryIO, newline: str | None = None, encoding: str = "utf-8") -> Iterator[io.TextIOWrapper]:
-    """Characters instead of bytes; a byte that does not fit the encoding is kept apart for `decodable` to find."""
+    """Characters instead of bytes; what does not fit the encoding becomes half a character for `decodable` to find."""
     head = cast(io.BufferedReader, stream).peek(3)[:3]
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "utf-16"
     elif head.startswith(codecs.BOM_UTF8):
         encoding = "utf-8-sig"
-    text = io.TextIOWrapper(stream, encoding=encoding, errors="surrogateescape", newline=newline)
+    errors = "surrogateescape" if encoding.startswith("utf-8") else MARKED  # the first keeps bytes, but not all of them
+    text = io.TextIOWrapper(stream, encoding=encoding, errors=errors, newline=newline)
     try:
         yield text
     finally:
@@ -234,8 +245,8 @@ def decodable(cells: Iterable[Any], where: str, tally: Tally | None, reason: str
 class CsvLines:
     """Lines for a CSV reader, kept until the record they make is accepted, so that reading can begin anew after one."""
 
-    def __init__(self, lines: Iterator[str]) -> None:
-        self.lines, self.number = lines, 0
+    def __init__(self, lines: Iterator[str], number: int = 0) -> None:
+        self.lines, self.number = lines, number  # and how many came before
         self.record: list[str] = []
         self.again: list[str] = []  # to be read once more, the next one last
         self.size = 0
@@ -281,8 +292,9 @@ def csv_rows(
     """
     csv.field_size_limit(LONGEST_LINE)
     with as_text(stream, "", encoding) as text:
-        head = text.readline(LONGEST_LINE)
-        records = CsvLines(chain([head], iter(partial(text.readline, LONGEST_LINE), "")))
+        lines = iter(partial(text.readline, LONGEST_LINE), "")
+        blank, head = next(((n, line) for n, line in enumerate(lines) if line.strip()), (0, ""))
+        records = CsvLines(chain([head], lines), blank)
         quoting: Any = csv.QUOTE_NONE if tab else csv.QUOTE_MINIMAL
         separator = "\t" if tab else delimiter(head)
         names = None if columns is None else list(columns)
@@ -297,10 +309,20 @@ def csv_rows(
                 reject(fault, where, tally, len(dropped.encode("utf-8", "surrogateescape")))
                 reader = csv.reader(records, delimiter=separator, quoting=quoting)
             elif names is None:
-                names = cells
+                names = distinct(cells)
             elif cells:
                 yield records.number + len(records.record), dict(zip(names, cells, strict=True))
             records.accept()
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Column names; the second `text` is `text.1`, as in pandas."""
+    seen: Counter[str] = Counter()
+    found = list[str]()
+    for name in names:
+        found.append(f"{name}.{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
 
 
 def next_record(

@@ -18,7 +18,7 @@ from plume.util.checkpoint_files import (
     saved_steps,
     step_folder,
 )
-from plume.util.files import aside, read_json, write_json
+from plume.util.files import aside, read_json, user_cache, write_json
 from plume.util.run_folder import ABOUT, BYTES_PER_TOKEN, CHECKPOINTS, MODEL
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ def checkpoint_model(run: Path, step: int) -> Path:
     try:
         manifest = read_manifest(folder, verify=False)
         digest = file_hash(folder / MANIFEST)
-        cache = Path(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))) / "plume" / "checkpoints"
-        places = (folder / MODEL, cache / digest[:16])
+        places = (folder / MODEL, user_cache() / "checkpoints" / digest[:16])
         for place in places:
             if unchanged(place, digest):
                 return place

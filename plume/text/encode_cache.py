@@ -168,7 +168,7 @@ def scan(table: Table, job: Job, mode: int, kinds: Bytes) -> bool:
 
 @compiled
 def scan_cached(table: Table, job: Job, mode: int, kinds: Bytes) -> Int:
-    """Go on as far as all chunks are in the table: the end of the first that is not, or -1 when all are.
+    """Continue as far as all chunks are in the table: the end of the first that is not, or -1 when all are.
 
     The look-up is inlined: passing its arrays to a call would take longer than the look-up.
     """

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from plume.text.encode_cache import EncodeCache
 
 Ids = npt.NDArray[np.int32]
+T = TypeVar("T")
 
 # GPT-2's cut: contractions; letters, digits or others, each with the space before; white space, whose last space
 # belongs to the next word. The possessive marks (++) save steps back that cannot succeed.
@@ -130,7 +131,7 @@ class ByteBpe:
         pieces = [(n, piece) for n, text in enumerate(texts) for piece in cut(text, JOB_CHARACTERS)]
         parts: list[list[Ids]] = [[] for _ in texts]
         with ThreadPoolExecutor(encoding_threads()) as pool:
-            for job in pool.map(self._encode_job, jobs(pieces)):
+            for job in pool.map(self._encode_job, grouped(pieces, JOB_CHARACTERS, lambda pair: len(pair[1]))):
                 for n, ids in job:
                     parts[n].append(ids)
         return [part[0] if len(part) == 1 else np.concatenate(part or [np.empty(0, np.int32)]) for part in parts]
@@ -157,16 +158,16 @@ def cut(text: str, size: int) -> Iterator[str]:
     yield text[start:] if start else text
 
 
-def jobs(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """The pieces in groups of at least JOB_CHARACTERS, in order."""
-    group: list[tuple[int, str]] = []
-    size = 0
-    for n, piece in pieces:
-        group.append((n, piece))
-        size += len(piece)
-        if size >= JOB_CHARACTERS:
+def grouped(items: Iterable[T], least: int, size: Callable[[T], int]) -> Iterator[list[T]]:
+    """Items in groups of at least a size, in order; the last may be smaller."""
+    group: list[T] = []
+    held = 0
+    for item in items:
+        group.append(item)
+        held += size(item)
+        if held >= least:
             yield group
-            group, size = [], 0
+            group, held = [], 0
     if group:
         yield group
 
@@ -256,7 +257,10 @@ def backend_for(d: Definition) -> tokenizers.Tokenizer:
     """The library's tokenizer of a definition, for which specials in a text are ordinary text."""
     from tokenizers import Tokenizer as Backend
 
-    backend = Backend.from_str(to_json(d))
+    try:
+        backend = Backend.from_str(to_json(d))
+    except Exception as error:  # the library raises nothing more specific
+        raise UserError(f"this tokenizer.json cannot be read by the tokenizers library: {error}") from None
     backend.encode_special_tokens = True
     return backend
 

@@ -18,13 +18,12 @@ import numpy.typing as npt
 from plume.config import UserError
 from plume.text.definition import BYTE_KINDS, CONTINUES, LETTER_BYTES, WORD_END, Definition, Kind, Special, Words
 from plume.text.encoders import Encoder, Ids, backend_for, check_text, engine_for, ranks_are_exact
+from plume.util.hashing import UNSPACED
 
 if TYPE_CHECKING:
     import tokenizers
     from rich.table import Table
 
-# Scripts written without spaces: each piece that opens with one of these counts as a word of its own.
-UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 VISIBLE = str.maketrans({" ": "·", "\n": "⏎", "\t": "→", "\r": "␍"})
 
 
@@ -285,7 +284,7 @@ class Tokenizer:
         return bytes(LETTER_BYTES[letter] for letter in symbol).decode(errors="backslashreplace")
 
     def word_starts(self, ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """Which ids open a word: for masking whole words and for tags per word."""
+        """Which ids open a word, for masking whole words and for tags per word; without spaces every piece does."""
         array = np.asarray(ids, dtype=np.int64)
         opens, closes = self.word_tables
         starts = opens[array]

@@ -137,7 +137,7 @@ def _from_tokenizer_json(folder: Path, config: Mapping[str, Any]) -> Definition:
     whole = _read_object(path)
     try:
         return from_json(whole, _roles(folder, config), _words(config))
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path} is not a tokenizer.json: {error!r} while reading it") from None
 
 
@@ -212,6 +212,8 @@ def _words(config: Mapping[str, Any]) -> Words:
 
 
 def _by_id(path: Path, ids: Mapping[str, Any]) -> tuple[str, ...]:
+    if wrong := [i for i in ids.values() if type(i) is not int]:
+        raise UserError(f"{path}: {wrong[0]!r} is not a token's id")
     tokens = sorted(ids, key=ids.__getitem__)
     if [ids[token] for token in tokens] != list(range(len(tokens))):
         gap = next(n for n, token in enumerate(tokens) if ids[token] != n)
@@ -245,6 +247,8 @@ def _read_object(path: Path) -> dict[str, Any]:
         value = json.loads(_read(path))
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not whole JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+    except RecursionError:
+        raise UserError(f"{path} is nested too deeply") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} should hold a JSON object, not {type(value).__name__}")
     return value

@@ -22,6 +22,7 @@ from plume.text.definition import (
 )
 
 Json = Mapping[str, Any]
+MOST_TOKENS = 1 << 26  # far above any vocabulary; a larger id would take all memory
 
 
 def to_json(d: Definition) -> str:
@@ -114,6 +115,8 @@ def from_json(whole: Json, roles: Mapping[str, str] | None, words: Words) -> Def
     `roles` names the special of each role; unset means that the usual names tell it.
     """
     ids: dict[str, int] = dict(_vocabulary(whole["model"])) | {a["content"]: a["id"] for a in whole["added_tokens"]}
+    if wrong := [i for i in ids.values() if not 0 <= i < MOST_TOKENS]:
+        raise ValueError(f"{wrong[0]} as a token's id")
     tokens = [""] * (max(ids.values(), default=-1) + 1)
     for token, i in ids.items():
         tokens[i] = token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from plume.config import TokenizerConfig, UserError
 from plume.text.definition import BYTE_LETTERS, CONTINUES, LONGEST_WORD, WORD_END, Definition, Layout, Words, define
-from plume.text.encoders import backend_for, check_text, cut, spacy_installed, spacy_words
+from plume.text.encoders import backend_for, check_text, cut, grouped, spacy_installed, spacy_words
 from plume.text.tokenizer import Tokenizer
 
 OWN_SPECIALS: dict[str, Layout] = {
@@ -34,6 +35,8 @@ Counted = tuple[str, int]
 BLOCK_CHARACTERS = 1 << 22  # of text counted at once
 ENTRY_BYTES = 120  # what a word costs in a dict of counts, beside its letters
 MOST_RUNS = 32  # files open at once while merging
+NOT_PLAIN = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".html", ".htm", ".warc", ".wet", ".gz", ".zst")
+PREPARE = "`plume prepare` reads tables, folders, compressed files and other encodings, and trains a tokenizer on them"
 LETTERS_SHARE = 0.75  # of the vocabulary at most, where letters are learned; the rest is for longer pieces
 
 
@@ -70,27 +73,42 @@ def train_command(files: Sequence[Path], out: Path, config: TokenizerConfig) -> 
     """Train on text files and save; what `plume tokenizer train` runs."""
     if not files:
         raise UserError("no files to train on; give at least one text file")
-    if missing := [str(file) for file in files if not file.is_file()]:
+    if missing := [str(file) for file in files if not file.exists()]:
         raise UserError(f"there is no file {', '.join(missing)}")
+    if other := [file for file in files if not file.is_file() or file.suffix.lower() in NOT_PLAIN]:
+        raise UserError(f"{other[0]} is not a plain text file; {PREPARE}")
+    if config.folder is not None:
+        raise UserError("tokenizer.folder names an existing tokenizer, and this trains one; leave it out")
     from rich.console import Console
 
     megabytes = sum(file.stat().st_size for file in files) / 1e6
+    texts = chain.from_iterable(read_blocks(file) for file in files)
     with Console(stderr=True).status(f"training a tokenizer ({config.kind}) on {megabytes:.1f} MB"):
-        tokenizer = train_tokenizer(config, chain.from_iterable(read_blocks(file) for file in files))
+        tokenizer = train_tokenizer(config, sampled(texts, config.sample_mb / max(megabytes, 1e-9), config.seed))
     tokenizer.save(out)
     return tokenizer
+
+
+def sampled(texts: Iterable[str], share: float, seed: int) -> Iterator[str]:
+    """A share of texts of about equal size, evenly spaced from a random start; all of them from a share of 1 on."""
+    taken = random.Random(seed).random()
+    for text in texts:
+        taken += min(share, 1.0)
+        if taken >= 1:
+            taken -= 1
+            yield text
 
 
 def read_blocks(file: Path) -> Iterator[str]:
     """A text file in parts that are tokenized as the whole would be."""
     rest = ""
     try:
-        with file.open(encoding="utf-8", newline="") as opened:
+        with file.open(encoding="utf-8-sig", newline="") as opened:
             while block := opened.read(BLOCK_CHARACTERS):
                 *parts, rest = cut(rest + block, BLOCK_CHARACTERS // 4)
                 yield from parts
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not UTF-8 text: {error.reason}; iconv can turn it into that") from None
+        raise UserError(f"{file} is not UTF-8 text: {error.reason}; {PREPARE}") from None
     if rest:
         yield rest
 
@@ -224,7 +242,7 @@ def count_words(
         runs: list[Path] = []
         table: dict[str, int] = {}
         size = 0
-        for block in blocks(texts, min(BLOCK_CHARACTERS, cap // 8)):
+        for block in grouped(texts, min(BLOCK_CHARACTERS, cap // 8), len):
             for word, seen in count(block).items():
                 if word not in table:
                     size += sys.getsizeof(word) + ENTRY_BYTES
@@ -236,20 +254,6 @@ def count_words(
                 if len(runs) == MOST_RUNS:
                     runs = [_compacted(runs)]
         yield from _summed([*map(_read_run, runs), iter(sorted(table.items()))])
-
-
-def blocks(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Texts in groups of about this many characters."""
-    block: list[str] = []
-    size = 0
-    for text in texts:
-        block.append(text)
-        size += len(text)
-        if size >= characters:
-            yield block
-            block, size = [], 0
-    if block:
-        yield block
 
 
 def _summed(runs: Iterable[Iterator[Counted]]) -> Iterator[Counted]:

@@ -13,11 +13,11 @@ import torch
 from plume.config import DataConfig, ModelConfig, PretrainConfig, TrainConfig, UserError, build
 from plume.data.batches import IGNORE
 from plume.data.documents import read_documents
+from plume.data.shards import read_manifest
 from plume.data.sources import find_files
-from plume.data.tables import Tally
+from plume.data.tables import COMPRESSED, Tally
 from plume.model.heads import Model
 from plume.model.loss import token_loss
-from plume.text import load_tokenizer
 from plume.train.optim import Optimizers
 from plume.util.devices import best_seconds, pick_device
 from plume.util.run_folder import is_run, read_recipe_of
@@ -30,6 +30,7 @@ REFERENCE_LR, REFERENCE_MUON_LR, REFERENCE_WIDTH = 6e-3, 0.03, 128
 PASSES = 8  # over a small text, at most
 BYTES_PER_TABLE_ROW = 1500  # a token should have been seen often enough to be learned
 BYTES_PER_TOKEN = 3.3
+UNKNOWN = 1 << 40  # bytes of a hub dataset, whose size is not known: it bounds nothing
 PACKED = 3  # bytes of text in a byte of a compressed file
 LETTERS_READ = 4_000_000  # characters of the text in which letters are counted
 LETTER_SEEN = 10  # times, and a letter of several bytes is to be one token
@@ -73,7 +74,7 @@ def shaped(config: PretrainConfig, layers: int, width: int, most: int, least: in
     heads = width // (HEAD_WIDTH if width < 512 else 2 * HEAD_WIDTH)
     context = 128 if width < 192 else 256
     if config.prepared is not None:
-        rows = load_tokenizer(config.prepared / "tokenizer").vocab_size
+        rows = read_manifest(config.prepared).vocab_size
     else:
         rows = max(min(1 << round(math.log2(4 * layers * width)), most), least, 512) // 256 * 256
     return replace(config.model, layers=layers, width=width, heads=heads, context=context, vocab_size=rows)
@@ -104,8 +105,10 @@ def with_size(config: PretrainConfig, model: ModelConfig, batch: int, steps: int
 
 
 def text_bytes(data: DataConfig) -> int:
+    if any(path.startswith("hub:") for path in data.paths):
+        return UNKNOWN
     files = [file for path in data.paths for file in find_files(path)]
-    size = sum(file.stat().st_size * (PACKED if file.suffix in (".gz", ".zst") else 1) for file in files)
+    size = sum(file.stat().st_size * (PACKED if file.suffix.lower() in COMPRESSED else 1) for file in files)
     if size == 0:
         raise UserError(f"there is no text in {', '.join(data.paths)}")
     return size

@@ -74,7 +74,9 @@ def student_config(config: DistillConfig, teacher: ModelConfig) -> ModelConfig:
     if width != teacher.width:
         small = replace(small, mlp_width=None)
         if config.init == "teacher":
-            raise UserError(f"width={width}: layers of the teacher are {teacher.width} wide; start=random begins anew")
+            raise UserError(
+                f"width={width}: layers of the teacher are {teacher.width} wide; init=random draws new ones"
+            )
     if config.attention_weight and heads != teacher.heads:
         raise UserError(f"attention matching needs as many heads as the teacher: heads={teacher.heads}")
     if config.drop_segments:

@@ -235,12 +235,12 @@ def with_best_rate(plan: FinetunePlan, count: int, ranks: Ranks, precision: Prec
     def attempt(lr: float) -> float:
         return try_rate(replace(plan, lr=lr), steps, folder / "search", ranks, precision)
 
-    rates = search(count, attempt, folder, resume=plan.config.resume, main=ranks.main)
+    rates = search(count, attempt, folder, metric=plan.selected_by, resume=plan.config.resume, main=ranks.main)
     ranks.wait_long()
     shutil.rmtree(folder / "search", ignore_errors=True)
     lr = best_rate(rates)
     if ranks.main:
-        plot_search(rates, plan.metric if plan.kind.selects_by_metric else "loss", lr, folder / "search.png")
+        plot_search(rates, plan.selected_by, lr, folder / "search.png")
     return replace(plan, rates=rates, lr=lr, lr_source=f"found by --search {count}, {steps} steps each")
 
 

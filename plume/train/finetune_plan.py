@@ -40,6 +40,11 @@ class FinetunePlan:
     rates: list[RateScore] = field(default_factory=list)  # that a search tried
     truncation: Truncation = field(default_factory=Truncation)  # of training and validation rows
 
+    @property
+    def selected_by(self) -> str:
+        """What the best checkpoint is chosen by."""
+        return self.metric if self.kind.selects_by_metric else "loss"
+
 
 def make_plan(config: FinetuneConfig) -> FinetunePlan:
     """Read the task and tokenise it for the model."""

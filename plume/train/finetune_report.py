@@ -113,8 +113,8 @@ def describe_run(
         *describe_mistakes(plan, predictions),
     ]
     if plan.rates:
-        tried = [[f"{one.lr:.2g}", f"{abs(one.loss):.4f}"] for one in plan.rates]
-        lines += ["## Search for the learning rate", "", *table(["learning rate", "score"], tried)]
+        tried = [[f"{one.lr:.2g}", one.shown(plan.selected_by)] for one in plan.rates]
+        lines += ["## Search for the learning rate", "", *table(["learning rate", plan.selected_by], tried)]
     pictures = ["search.png", "curve.png", "confusion.png"]
     lines += [f"![{name}]({name})" for name in pictures if (config.folder / name).is_file()]
     return "\n".join(lines) + "\n"

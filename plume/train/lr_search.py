@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from plume.tasks.metrics import as_loss
 from plume.util.console import tell
 from plume.util.files import new_figure, read_json, save_figure, write_json
 
@@ -23,9 +24,13 @@ class RateScore:
     lr: float
     loss: float
 
+    def shown(self, metric: str) -> str:
+        """The value of the metric."""
+        return f"{as_loss(metric, self.loss):.4f}" if math.isfinite(self.loss) else "diverged"
+
 
 def search(
-    count: int, attempt: Callable[[float], float], folder: Path, *, resume: bool, main: bool = True
+    count: int, attempt: Callable[[float], float], folder: Path, *, metric: str, resume: bool, main: bool = True
 ) -> list[RateScore]:
     """The score of each of `count` rates, kept in search.json."""
     file = folder / "search.json"
@@ -37,7 +42,7 @@ def search(
     for number, lr in enumerate(np.geomspace(LOWEST, HIGHEST, count).tolist(), 1):
         found.append(RateScore(lr, attempt(lr)))
         if main:
-            tell(f"search {number}/{count}: learning rate {lr:.2g}, score {-found[-1].loss:.4f}")
+            tell(f"search {number}/{count}: learning rate {lr:.2g}, {metric} {found[-1].shown(metric)}")
     if main:
         rows = [{**asdict(one), "loss": one.loss if math.isfinite(one.loss) else None} for one in found]
         write_json(file, {"rates": rows})
@@ -63,7 +68,7 @@ def best_rate(scores: Sequence[RateScore]) -> float:
 
 def plot_search(scores: Sequence[RateScore], metric: str, chosen: float, file: Path) -> None:
     """Score by rate, with the chosen one marked."""
-    points = [(one.lr, abs(one.loss)) for one in scores if math.isfinite(one.loss)]
+    points = [(one.lr, as_loss(metric, one.loss)) for one in scores if math.isfinite(one.loss)]
     figure = new_figure(7, 4.5)
     axes = figure.add_subplot()
     axes.semilogx([lr for lr, _ in points], [score for _, score in points], "o-")

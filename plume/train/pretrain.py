@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -241,7 +242,7 @@ class Run:
         ranks.barrier()
         try:
             yield
-        except UserError:
+        except BaseException:
             if self.new and ranks.main:
                 remove(folder)
             raise
@@ -414,7 +415,8 @@ def validation_batches(config: PretrainConfig, tokenizer: Tokenizer, data: Path)
     try:
         every = dataset(config.objective, shards, tokenizer, length, seed=0, shuffle=False)
     except UserError as error:
-        print(f"no validation: {error}", file=sys.stderr)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"no validation: {error}", file=sys.stderr)
         return None
     rows = config.train.validation_rows
     if len(every) <= rows:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from plume.config import PretrainConfig, UserError, build, find_recipe
 from plume.data import Shards, keyed_folder, open_shards
+from plume.data.shards import read_manifest
 from plume.text import Tokenizer, load_tokenizer
 from plume.train.loop import NonFiniteError
 from plume.train.optim import rate
@@ -73,12 +74,13 @@ def examine_run(folder: Path, *, probe: bool = True) -> RunDiagnosis:
     config = build(PretrainConfig, table, origin=origin)
     rows = read_metrics(folder)
     data = keyed_folder(config.data).folder if config.prepared is None else config.prepared
+    pairs = read_manifest(data).pairs
     tokenizer = load_tokenizer(data / "tokenizer")
     shards = open_shards(data, "train", tokenizer_hash=tokenizer.hash)
     tokens = max((row["tokens"] for row in rows if "tokens" in row), default=0)
     epochs = tokens / shards.tokens if shards.tokens and config.objective.kind == "language-model" else None
     ids = sample_tokens(shards)
-    faults = [*data_faults(ids, shards, tokenizer, pairs=shards.manifest.pairs), *batch_faults(rows, config)]
+    faults = [*data_faults(ids, shards, tokenizer, pairs=pairs), *batch_faults(rows, config)]
     faults += little_data(rows, epochs)
     probes: dict[float, float] = {}
     if probe and (steps := affordable_steps(rows, config)) >= FEWEST_STEPS:
@@ -101,7 +103,7 @@ def data_faults(ids: npt.NDArray[np.int64], shards: Shards, tokenizer: Tokenizer
         yield RunFault(
             "tokenizer mismatched",
             f"decoded and encoded again, {same:.0%} of the tokens come out the same",
-            "prepare the data with the tokenizer that is used: plume prepare --tokenizer",
+            "prepare the data with the tokenizer that is used: plume prepare --tokenizer.folder FOLDER",
         )
     elif not pairs and (nats := dependence(ids)) < DEPENDENCE:
         yield RunFault(
@@ -240,15 +242,16 @@ def probe_loss(config: PretrainConfig, data: Path, factor: float, steps: int) ->
             result = pretrain(replace(config, train=short, prepared=data, folder=folder, resume=False))
         except NonFiniteError:
             return math.inf
+        if not result.outcome.finished:
+            raise KeyboardInterrupt
         return result.outcome.loss
 
 
 def rate_faults(probes: dict[float, float], config: PretrainConfig) -> Iterator[RunFault]:
     own, name = probes[1.0], "--train.lr and --train.muon-lr" if config.train.optimizer == "muon" else "--train.lr"
     best = min(probes, key=lambda factor: probes[factor])
-    compared = (
-        best if best < 1 else FACTORS[-1]
-    )  # short trainings like high rates too well: only a far higher one says it
+    # short trainings like high rates too well: only a far higher one says it
+    compared = best if best < 1 else FACTORS[-1]
     if probes[compared] >= (1 - CLEARLY) * own:
         return
     seen = f"a short training ends at {own:.3f}, with {best:.2g} times the rate at {probes[best]:.3f}"

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MODEL = "model"  # the checkpoint as a model folder, written when it is first opened as one
 RANK_FILE = re.compile(r"rank-\d{5,}\.safetensors")
+# beside them: of a model that is being written, of file managers and of network file systems
+IGNORED = re.compile(r"\.(model\.|DS_Store$|_|nfs|fuse_hidden)|Thumbs\.db$|desktop\.ini$")
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -137,7 +139,7 @@ def refuse_foreign_files(folder: Path, manifest: CheckpointManifest) -> None:
     if missing := used - manifest.files.keys():
         raise CorruptCheckpointError(f"{MANIFEST} gives no hash of {min(missing)}")
     known = {MANIFEST, MODEL, *manifest.files}
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in known and path.name[:7] != ".model.")
+    foreign = sorted(path.name for path in folder.iterdir() if path.name not in known and not IGNORED.match(path.name))
     if foreign:
         raise CorruptCheckpointError(
             f"{foreign[0]} does not belong to a checkpoint; pickles and other foreign files are never read"

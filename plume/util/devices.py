@@ -66,9 +66,13 @@ def pick_device(wanted: str) -> torch.device:
         try:
             device = torch.device(wanted)
         except RuntimeError:
-            raise UserError(f"device={wanted!r} is not a device; auto, cpu, cuda, cuda:1 and mps are") from None
+            device = torch.device("meta")
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise UserError(f"device={wanted!r} is not a device; auto, cpu, cuda, cuda:1 and mps are")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise UserError(f"device={wanted!r}: CUDA is not available; device='cpu' works")
+        if device.type == "cuda" and device.index is not None and device.index >= torch.cuda.device_count():
+            raise UserError(f"device={wanted!r}: this machine has {torch.cuda.device_count()} GPUs, from cuda:0 on")
         if device.type == "mps" and not torch.backends.mps.is_available():
             raise UserError(f"device={wanted!r}: MPS is not available; device='cpu' works")
         return device

@@ -22,7 +22,8 @@ WIDE_FONTS = (  # with Chinese, Japanese and Korean letters: of Linux, macOS, Wi
 
 def user_cache() -> Path:
     """The folder of this user for what can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "plume"
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if given else Path.home() / ".cache") / "plume"
 
 
 @contextmanager
@@ -76,16 +77,26 @@ def swap_in(new: Path, place: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file or a folder that may not be there."""
-    if path.is_dir():
+    """A file or a folder that may not be there; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
+def encodable(text: str) -> bool:
+    """Whether a text is free of half characters, which stand for bytes that are no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def write_text(path: Path, text: str) -> None:
+    """As UTF-8; the bytes of a file's name that are no UTF-8 are escaped, as JSON reads them."""
     with stream_aside(path) as stream:
-        stream.write(text.encode())
+        stream.write(text.encode(errors="backslashreplace"))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -96,7 +107,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """A line of JSON for each."""
     with stream_aside(path) as stream:
         for row in rows:
-            stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+            stream.write((json.dumps(row, ensure_ascii=False) + "\n").encode(errors="backslashreplace"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

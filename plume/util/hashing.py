@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import numpy.typing as npt
 
@@ -11,6 +13,9 @@ Hashes = npt.NDArray[np.uint64]
 BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
 RUN_BASE = np.uint64(0xC2B2AE3D27D4EB4F)
 LONGEST = 1 << 20  # bytes hashed at a time
+# scripts written without spaces: Thai, Lao, Burmese, Khmer, kana, ideographs; and the punctuation between the last two
+UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
+WIDE_MARKS = re.compile("[\u3000-\u3003\u3008-\u3020\u3030\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]")
 
 
 def powers(base: int, count: int) -> Hashes:
@@ -31,9 +36,14 @@ def mixed(values: Hashes) -> Hashes:
     return values ^ (values >> np.uint64(31))
 
 
+def separated(text: str) -> str:
+    """The text with blanks around every character of a script without spaces: each counts as a word."""
+    return text if text.isascii() else UNSPACED.sub(r" \g<0> ", WIDE_MARKS.sub(" ", text))
+
+
 def word_hashes(text: str) -> Hashes:
     """One hash per word, (W,); case and what stands between words do not count."""
-    data = np.frombuffer(text.lower().encode(errors="replace"), np.uint8)  # (B,)
+    data = np.frombuffer(separated(text.lower()).encode(errors="replace"), np.uint8)  # (B,)
     parts: list[Hashes] = []
     start = 0
     while start < len(data):

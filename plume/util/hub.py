@@ -36,7 +36,8 @@ def hub_is_offline() -> bool:
     from huggingface_hub import constants
 
     endpoint = urlsplit(constants.ENDPOINT)
-    if not constants.HF_HUB_OFFLINE and endpoint.scheme not in getproxies() and not is_reachable(endpoint):
+    direct = not {endpoint.scheme, "all"} & getproxies().keys()
+    if not constants.HF_HUB_OFFLINE and direct and not is_reachable(endpoint):
         os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes, and for modules that are not imported yet
         for module in (constants, sys.modules.get("datasets.config")):
             if module is not None:

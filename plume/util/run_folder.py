@@ -18,7 +18,7 @@ from typing import Any
 from plume.config import RECIPE as RECIPE
 from plume.config import UserError, did_you_mean, read_recipe
 from plume.util.console import tell
-from plume.util.files import new_figure, read_json, remove, save_figure, write_json, write_text
+from plume.util.files import encodable, new_figure, read_json, remove, save_figure, write_json, write_text
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.txt"
@@ -233,7 +233,9 @@ def toml_value(value: Any) -> str:
         return f"[{', '.join(toml_value(inner) for inner in value)}]"
     if isinstance(value, int | float):
         return repr(value)
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML has no surrogates
+    if not encodable(text := str(value)):  # TOML has no surrogates
+        raise UserError(f"{text!r} is a name that is not UTF-8, which a recipe cannot hold; rename it")
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def differences_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,16 @@ from hypothesis import strategies as st
 
 from plume.config import CleanConfig, DataConfig, TokenizerConfig, UserError
 from plume.data import Document, prepare
-from plume.data.clean import Cleaner, DuplicateFinder, contains_held_out, language_of, same_keys, signature, sorted_keys
+from plume.data.clean import (
+    Cleaner,
+    DuplicateFinder,
+    contains_held_out,
+    held_out_index,
+    language_of,
+    same_keys,
+    signature,
+    sorted_keys,
+)
 from plume.util.hashing import run_hashes, word_hashes
 
 PROSE = "The owl is a bird that hunts at night, and it was known for this to all of the people in the village. "
@@ -68,10 +78,21 @@ def test_an_unknown_language_is_refused():
 
 
 def plain_words(text):
-    return re.findall(rb"[0-9a-z\x80-\xff]+", text.lower().encode(errors="replace"))
+    """Runs of letters, digits and characters beyond ASCII; of scripts without spaces every character."""
+    spread = ""
+    for letter in text.lower():
+        name = unicodedata.name(letter, "")
+        alone = name.startswith(
+            ("CJK UNIFIED", "CJK COMPAT", "HIRAGANA", "KATAKANA", "THAI", "LAO", "MYANMAR", "KHMER")
+        )
+        spread += f" {letter} " if alone else letter
+    return re.findall(rb"[0-9a-z\x80-\xff]+", spread.encode(errors="replace"))
 
 
-@given(st.text(max_size=200), st.text(max_size=200))
+LETTERS = st.text(st.sampled_from("ab 1-Éß“é漢字かなカไทยអြ🙂\n"), max_size=200)
+
+
+@given(LETTERS, LETTERS)
 def test_words_have_equal_hashes_just_when_they_are_equal(a, b):
     words = plain_words(a) + plain_words(b)
     hashes = [*word_hashes(a).tolist(), *word_hashes(b).tolist()]
@@ -182,3 +203,32 @@ def test_the_first_of_the_duplicates_stays(tmp_path):
     prepared(tmp_path, [{"text": "Same text"}, {"text": "other"}, {"text": "same  TEXT"}], duplicates="near")
     tokens = Path(tmp_path / "out" / "train-00000.tokens").read_bytes()
     assert b"Same text" in tokens.replace(b"\0", b"") and b"TEXT" not in tokens.replace(b"\0", b"")
+
+
+CHINESE = "".join(chr(0x4E00 + n * 37 % 2000) for n in range(600))
+
+
+def test_near_duplicates_without_spaces():
+    for changes in (0, 3, 15, 300):
+        other = list(CHINESE)
+        for place in range(changes):
+            other[place * 600 // changes] = "变"
+        shingles = [{t[i : i + 5] for i in range(596)} for t in (CHINESE, "".join(other))]
+        jaccard = len(shingles[0] & shingles[1]) / len(shingles[0] | shingles[1])
+        agreed = (signature(CHINESE) == signature("".join(other))).mean()
+        assert agreed == pytest.approx(jaccard, abs=0.13)
+
+
+def test_contamination_without_spaces(tmp_path):
+    (tmp_path / "items.txt").write_text(CHINESE[100:160], encoding="utf-8")
+    clean = CleanConfig(decontaminate=(str(tmp_path / "items.txt"),))
+    index = held_out_index(DataConfig(paths=("x",), folder=tmp_path, clean=clean))
+    assert contains_held_out(f"前面的话，{CHINESE[120:140]}。后面的话", index, 13)
+    assert contains_held_out(f"前面，{CHINESE[120:126]}，{CHINESE[126:140]}", index, 13)  # as for commas between words
+    assert not contains_held_out(CHINESE[200:], index, 13)
+
+
+def test_chinese_prose_passes_the_quality_filter():
+    prose = "猫头鹰是一种在夜间捕猎的鸟，村里的人都知道它，白天却很少有人看见。" * 10
+    assert reason(prose, quality=True) is None
+    assert reason("{价格}#{链接}#…{价格}" * 20, quality=True).startswith("quality: ")

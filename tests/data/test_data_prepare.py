@@ -582,3 +582,53 @@ def test_no_worker_is_left_behind(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="tokenizer"):
         prepare(replace(config, folder=tmp_path / "two", tokenizer=TokenizerConfig(folder=tmp_path / "none")))
     assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def prepared_in(folder: Path, tokenizer: TokenizerConfig, text: Path, **more):
+    return prepare(DataConfig(paths=(str(text),), folder=folder, tokenizer=tokenizer, **more))
+
+
+def test_files_of_others_in_the_folder_stay(tmp_path, tokenizer):
+    text = tmp_path / "wiki.train.tokens"  # as WikiText names its texts
+    text.write_text(TEXT * 40)
+    (tmp_path / ".trash").mkdir()
+    (tmp_path / ".trash" / "note.md").write_text("mine")
+    prepared_in(tmp_path, tokenizer, text)
+    text.write_text(TEXT * 50)
+    prepared_in(tmp_path, tokenizer, text, overwrite=True)
+    assert text.read_text() == TEXT * 50 and (tmp_path / ".trash" / "note.md").read_text() == "mine"
+    assert open_shards(tmp_path).tokens > 0 and not [*tmp_path.glob(".trash.work*")]
+
+
+def test_a_tokenizer_folder_of_others_is_not_replaced(tmp_path, tokenizer):
+    text, other = tmp_path / "a.txt", tmp_path / "tokenizer"
+    text.write_text(TEXT * 40)
+    other.mkdir()
+    (other / "code.py").write_text("mine")
+    with pytest.raises(UserError, match=r"tokenizer was there before .* rename it and run the same command again"):
+        prepared_in(tmp_path, tokenizer, text)
+    assert [file.name for file in other.iterdir()] == ["code.py"]
+    other.rename(tmp_path / "code")
+    prepared_in(tmp_path, tokenizer, text)
+    assert load_tokenizer(tmp_path).hash == load_tokenizer(tokenizer.folder).hash
+
+
+def test_the_given_tokenizer_may_be_in_the_folder(tmp_path, tokenizer):
+    load_tokenizer(tokenizer.folder).save(tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "notes.md").write_text("mine")
+    (tmp_path / "a.txt").write_text(TEXT * 40)
+    prepared_in(tmp_path, TokenizerConfig(folder=tmp_path / "tokenizer"), tmp_path / "a.txt")
+    assert (tmp_path / "tokenizer" / "notes.md").read_text() == "mine" and open_shards(tmp_path).tokens > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems refuse such names")
+def test_names_that_are_not_utf8(tmp_path, tokenizer):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    good, empty = (Path(os.fsdecode(os.fsencode(texts) + name)) for name in (b"/caf\xe9.txt", b"/leer\xe9.txt"))
+    good.write_text(TEXT * 40)
+    empty.write_text(" ")
+    found = prepared_in(tmp_path / "out", tokenizer, texts)
+    assert found.report["sources"][0]["dropped"]["empty"]["first"] == str(empty)
+    alone = prepared_in(tmp_path / "alone", tokenizer, good)
+    assert open_shards(tmp_path / "alone").manifest.sources == (str(good),) and alone.report["tokens"] > 0

@@ -125,6 +125,30 @@ def test_encodings(tmp_path):
     assert texts_of(tmp_path / "latin.txt", encoding="latin-1") == ["déjà vu"]
 
 
+def test_a_table_in_broken_utf16_loses_its_broken_rows(tmp_path):
+    rows = "text,n\nfirst,1\nhalf \ud800 one,2\nlast,3\n".encode("utf-16", "surrogatepass")
+    for name, data in (("half.csv", rows), ("odd.csv", rows[:-2] + b"x")):
+        (tmp_path / name).write_bytes(data)
+        tally = Tally()
+        found = [d.text for d in read_documents(config(tmp_path / name), tally)]
+        assert found in (["first", "last"], ["first"]) and tally.counts[wrong_encoding("utf-8")] >= 1
+    (tmp_path / "cut.csv").write_bytes("text,n\n第一,1\n第二,2\n".encode("gb18030")[:-4])
+    assert texts_of(tmp_path / "cut.csv", encoding="gb18030") == ["第一"]
+
+
+def test_headers_of_tables(tmp_path):
+    (tmp_path / "blank.csv").write_text("\n \ntext;n\nfirst, one;1\nsecond;2\nthird\n")
+    tally = Tally()
+    assert [d.text for d in read_documents(config(tmp_path / "blank.csv"), tally)] == ["first, one", "second"]
+    assert list(tally.first.values()) == [f"{tmp_path / 'blank.csv'} line 6"]
+    (tmp_path / "twice.csv").write_text("text,text,,\nfirst,other,,\n")
+    assert [row for _, row in read_rows(tmp_path / "twice.csv")] == [
+        {"text": "first", "text.1": "other", "": "", ".1": ""}
+    ]
+    (tmp_path / "empty.csv").write_text("")
+    assert not list(read_rows(tmp_path / "empty.csv"))
+
+
 def test_a_damaged_archive_gives_what_is_readable_and_is_counted(tmp_path):
     whole = gzip.compress("".join(json.dumps({"text": f"text {n}"}) + "\n" for n in range(5000)).encode())
     (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
@@ -149,6 +173,21 @@ def test_damaged_and_unreadable_files(tmp_path, monkeypatch):
     monkeypatch.setattr("plume.data.documents.open_bytes", refuse)
     with pytest.raises(UserError, match=r"b\.txt cannot be read: Permission denied"):
         list(read_documents(config(tmp_path / "b.txt")))
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "a.txt").write_text("x")
+    scan = os.scandir
+
+    def refused(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(UserError, match="closed cannot be read: Permission denied"):
+        find_files(str(tmp_path))
 
 
 def test_a_missing_path_names_the_nearest(tmp_path):
@@ -257,8 +296,9 @@ def test_the_standard_library_without_its_tests():
     assert {"os.py", "argparse.py"} <= names
     assert not any("test" in p.parts for p in find_files("python:stdlib"))
     assert find_files("python:zstandard")[0].name == "__init__.py"
-    with pytest.raises(UserError, match="no such package is installed"):
-        find_files("python:no_such_package_here")
+    for name in ("no_such_package_here", "no_such_package.inside", "sys", "_ssl", ""):
+        with pytest.raises(UserError, match=f"python:{name}: no such package is installed"):
+            find_files(f"python:{name}")
 
 
 def test_aligned_files(tmp_path):
@@ -337,6 +377,18 @@ except UserError as error:
     first, second = done.stdout.strip().splitlines()
     assert first == "True"
     assert second.startswith("hub:no/such:en:test (offline): ")
+
+
+def test_a_hub_error_without_words(monkeypatch):
+    class Datasets:
+        @staticmethod
+        def load_dataset(*_, **__):
+            raise TimeoutError
+
+    monkeypatch.setattr(sources, "hub_is_offline", lambda: False)
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    with pytest.raises(UserError, match=r"hub:some/set \(online\): TimeoutError$"):
+        sources.load_hub("hub:some/set")
 
 
 def test_parts_are_plain_data():

@@ -159,7 +159,7 @@ def test_from_texts_to_a_folder(family, tmp_path):
     ("more", "message"),
     [
         ({"layers": 5}, "layers=5 is more than the teacher's 2"),
-        ({"width": 8}, "start=random"),
+        ({"width": 8}, "init=random draws new ones"),
         ({"heads": 4, "attention_weight": 1.0}, "heads=2"),
         ({"drop_segments": True}, "must be a BERT"),
         ({"temperature": 0.0}, "temperature=0.0"),

@@ -9,7 +9,7 @@ from tiny import random_base, write_reviews
 
 from plume.config import FinetuneConfig, TaskConfig, UserError
 from plume.train.finetune import finetune
-from plume.train.lr_search import RateScore, best_rate
+from plume.train.lr_search import RateScore, best_rate, search
 
 
 def picked(*losses):
@@ -23,6 +23,17 @@ def test_the_middle_of_the_best_rates_is_picked():
     assert picked(math.inf, -0.8, -0.8, -0.8, -0.5) == 1e-2  # 0.1 is beside a rate that diverged
     assert picked(-0.5, -0.92, -0.5, -0.9, -0.9, -0.9, -0.9) in (1e-4, 1e-5)  # a lucky one is no region
     assert picked(math.inf, math.inf, math.inf) == 1e-2
+
+
+@pytest.mark.parametrize(("metric", "sign"), [("matthews", -1), ("loss", 1)])
+def test_scores_are_shown_with_their_sign(tmp_path, capsys, metric, sign):
+    values = [-0.25, 0.5, math.inf] if metric == "matthews" else [2.5, 0.5, math.inf]
+    losses = iter([sign * value if math.isfinite(value) else value for value in values])
+    found = search(3, lambda lr: next(losses), tmp_path, metric=metric, resume=False)
+    shown = [f"{value:.4f}" for value in values[:2]] + ["diverged"]
+    assert [one.shown(metric) for one in found] == shown
+    assert [line.rpartition(" ")[2] for line in capsys.readouterr().out.splitlines()] == shown
+    assert search(3, pytest.fail, tmp_path, metric=metric, resume=True) == found
 
 
 def test_findings_come_before_the_search_and_do_not_ask_for_another(tmp_path, capsys):

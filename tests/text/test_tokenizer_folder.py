@@ -170,6 +170,15 @@ def test_small_differences_are_not_overlooked(trained: dict[str, Tokenizer], tmp
         ("tokenizer.json", '{"version": "1.0", "added', "tokenizer.json is not whole JSON: .* at line 1"),
         ("tokenizer.json", "[]", "should hold a JSON object, not list"),
         ("tokenizer.json", "{}", "is not a tokenizer.json: .*'model'"),
+        ("tokenizer.json", "[" * 100_000, "tokenizer.json is nested too deeply"),
+        ("tokenizer.json", '{"model": {"vocab": [["a", 0, 1]]}, "added_tokens": []}', "is not a tokenizer.json"),
+        (
+            "tokenizer.json",
+            '{"model": {"vocab": {"a": 99999999999}}, "added_tokens": []}',
+            "99999999999 as a token's id",
+        ),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 0, "b": -1}}, "added_tokens": []}', "-1 as a token's id"),
+        ("vocab.json", '{"a": 0, "b": "1"}', "vocab.json: '1' is not a token's id"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not whole JSON"),
         ("vocab.json", '{"a": 0, "b": 2}', "vocab.json: the ids are not 0 to 1"),
         ("vocab.json", '{"a": 0}', "neither a byte-level vocabulary .* nor GPT-1's"),
@@ -192,6 +201,12 @@ def test_bad_files_are_named(
         (tmp_path / "merges.txt").write_text("" if file == "vocab.json" else content if file == "merges.txt" else "")
     with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path)
+
+
+def test_a_model_that_the_library_does_not_know(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "New", "vocab": {"a": 0}}, "added_tokens": []}')
+    with pytest.raises(UserError, match=r"this tokenizer.json cannot be read by the tokenizers library"):
+        load_tokenizer(tmp_path).encode("a")
 
 
 def test_missing_folders_are_named(tmp_path: Path) -> None:

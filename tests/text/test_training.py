@@ -19,7 +19,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 from plume.config import TokenizerConfig, UserError
 from plume.text import inspect_table, load_tokenizer, train_command, train_tokenizer
 from plume.text import tokenizer_training as counting
-from plume.text.tokenizer_training import learn, read_blocks
+from plume.text.tokenizer_training import learn, read_blocks, sampled
 
 SOURCE = Path(argparse.__file__).read_text(encoding="utf-8")
 MIXED = SOURCE + "人工智能是计算机科学的一个分支。人工智能。智能手机。\n" * 5 + "naïve café 🙂🙂 ÅNGSTRÖM straße\n" * 5
@@ -162,6 +162,24 @@ def test_files_are_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert saved.hash == whole.hash == load_tokenizer(tmp_path / "out").hash
 
 
+def test_a_large_text_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plume.text.tokenizer_training.BLOCK_CHARACTERS", 400_000)
+    file, lines = tmp_path / "a.txt", [f"word{100 + n // 2000}" for n in range(600_000)]
+    file.write_text("\n".join(lines))  # nearly 5 MB in parts of 0.1 MB, with words of their own
+    whole, some, others = (
+        train_command([file], tmp_path / "out", TokenizerConfig(kind="wordpiece", sample_mb=mb, seed=seed))
+        for mb, seed in ((100, 0), (1, 0), (1, 1))
+    )
+    words, *kept = (set(t.definition.tokens) & set(lines) for t in (whole, some, others))
+    assert len(words) == 300 and all(40 < len(few) < 150 for few in kept) and kept[0] != kept[1]
+    assert len(list(sampled(["a"] * 1000, 0.25, 3))) == 250 and list(sampled(["a", "b"], 7.5, 0)) == ["a", "b"]
+
+
+def test_a_byte_order_mark_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfhello")
+    assert list(read_blocks(tmp_path / "a.txt")) == ["hello"]
+
+
 @pytest.mark.parametrize(
     ("options", "texts", "message"),
     [
@@ -181,13 +199,21 @@ def test_bad_input_is_told(options: dict[str, object], texts: list[str], message
 def test_bad_files_leave_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"ab\xff\xfe")
     (tmp_path / "empty").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "packed.txt.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "folder").mkdir()
     for name, message in (
         ("missing", "there is no file .*missing"),
-        ("binary", "binary is not UTF-8"),
+        ("binary", "binary is not UTF-8.*plume prepare.*other encodings"),
+        ("rows.jsonl", "rows.jsonl is not a plain text file; `plume prepare` reads tables"),
+        ("packed.txt.gz", "packed.txt.gz is not a plain text file"),
+        ("folder", "folder is not a plain text file; `plume prepare` reads .*folders"),
         ("empty", "no text"),
     ):
         with pytest.raises(UserError, match=message):
             train_command([tmp_path / name], tmp_path / "out", TokenizerConfig())
+    with pytest.raises(UserError, match=r"tokenizer\.folder names an existing tokenizer"):
+        train_command([tmp_path / "empty"], tmp_path / "out", TokenizerConfig(folder=tmp_path))
     assert not (tmp_path / "out").exists()
 
 

@@ -10,8 +10,11 @@ import pytest
 from plume.config import PRESETS, DataConfig, PretrainConfig, TokenizerConfig, TrainConfig, UserError
 from plume.data import prepare
 from plume.data.shards import chunk_sums, read_manifest, write_manifest
-from plume.train.pretrain import pretrain
+from plume.train import run_doctor
+from plume.train.loop import Outcome
+from plume.train.pretrain import RunResult, plain, pretrain
 from plume.train.run_doctor import examine_run
+from plume.util.run_folder import write_recipe
 
 WORDS = """robot house river garden letter teacher window market doctor forest engine picture
 sees finds paints leaves builds opens follows remembers
@@ -77,6 +80,21 @@ def causes(config: PretrainConfig, **options) -> list[str]:
 
 def test_it_reads_run_folders_alone(tmp_path):
     with pytest.raises(UserError, match="not a run folder"):
+        examine_run(tmp_path)
+
+
+def test_an_interrupt_ends_all_short_trainings(tmp_path, monkeypatch):
+    stopped = Outcome(1, False, 2.0, None, {}, None, 1, 1.0)
+    monkeypatch.setattr(run_doctor, "pretrain", lambda config: RunResult(config.folder, stopped, 1.0, 1.0))
+    config = PretrainConfig(folder=tmp_path, model=PRESETS["gpt2-char"], train=TRAIN)
+    with pytest.raises(KeyboardInterrupt):
+        run_doctor.probe_loss(config, tmp_path, 1.0, 20)
+
+
+def test_data_that_is_gone_is_named(tmp_path):
+    config = PretrainConfig(folder=tmp_path, model=PRESETS["gpt2-char"], train=TRAIN, prepared=tmp_path / "gone")
+    write_recipe(tmp_path, plain(config))
+    with pytest.raises(UserError, match=r"gone holds no prepared data \(data.json is missing\)"):
         examine_run(tmp_path)
 
 

@@ -79,7 +79,17 @@ def test_a_run_for_a_time_is_kept_as_it_was_sized_and_resumed_so(text: Path, tmp
     assert replace(again, resume=False) == kept
 
 
-def test_what_cannot_be_sized_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_dataset_bounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "step_seconds", lambda model, batch, config: 1e-3)
+    monkeypatch.setattr(budget, "wide_letters", lambda data: 0)
+    config = recipe("auto", minutes=20.0)
+    hub, _ = budget.sized(replace(config, data=replace(config.data, paths=("hub:some/set",))))
+    assert hub.train.steps == 20 * 60 * 1000 and hub.model.vocab_size > 512
+
+
+def test_what_cannot_be_sized_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere holds no prepared data \(data.json is missing\)"):
+        budget.sized(recipe("auto", prepared=tmp_path / "nowhere"))
     with pytest.raises(UserError, match="one stack"):
         recipe("transformer-laptop", minutes=2.0)
     with pytest.raises(UserError, match="minutes=-1"):

@@ -23,7 +23,7 @@ from plume.config import TrainConfig, UserError
 from plume.hf import load_model, resolve
 from plume.train.checkpoint import Checkpoints
 from plume.train.distribute import Ranks
-from plume.train.pretrain import pretrain
+from plume.train.pretrain import open_run, pretrain
 from plume.util.checkpoint_files import (
     CheckpointManifest,
     CorruptCheckpointError,
@@ -35,7 +35,7 @@ from plume.util.checkpoint_files import (
     write_manifest,
     write_rank_file,
 )
-from plume.util.run_folder import run_lock, split_reference
+from plume.util.run_folder import remove_run, run_lock, split_reference
 
 CONFIG = TrainConfig(steps=8, batch=8, lr=1e-2, log_every=4, validate_every=4, validation_rows=6)
 
@@ -118,6 +118,40 @@ def test_a_hostile_pickle_is_refused_and_never_run(
     with pytest.raises(CorruptCheckpointError, match=r"manifest.json cannot be read"):
         read_manifest(old)
     assert not touched.exists()
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "._rank-00000.safetensors", ".nfs00012", "Thumbs.db", "desktop.ini"])
+def test_files_of_the_system_do_not_make_a_checkpoint_corrupt(tmp_path: Path, name: str) -> None:
+    written = write_rank_file(tmp_path / "rank-00000.safetensors", {"w": torch.ones(2)})
+    write_manifest(tmp_path, CheckpointManifest({"step": 1}, {"rank-00000.safetensors": written}))
+    (tmp_path / name).write_bytes(b"x")
+    assert read_manifest(tmp_path).state == {"step": 1}
+    (tmp_path / "weights.pt").write_bytes(b"x")
+    with pytest.raises(CorruptCheckpointError, match=r"weights\.pt does not belong"):
+        read_manifest(tmp_path)
+
+
+def test_checkpoints_behind_a_link_are_not_those_of_the_next_run(tmp_path: Path) -> None:
+    place, run = tmp_path / "scratch", tmp_path / "run"
+    (place / "step-00000004").mkdir(parents=True)
+    run.mkdir()
+    (run / "checkpoints").symlink_to(place)
+    remove_run(run)
+    assert not (run / "checkpoints").exists() and (place / "step-00000004").is_dir()
+
+
+def test_a_run_that_is_interrupted_before_it_starts_leaves_no_folder(tmp_path: Path) -> None:
+    config = small("gpt2-char", tmp_path)
+
+    def start(error: type[BaseException]) -> None:
+        with open_run(config, "cpu") as opened, opened.starting():
+            assert (config.folder / "recipe.toml").is_file()
+            raise error
+
+    for error in (KeyboardInterrupt, RuntimeError, UserError):
+        with pytest.raises(error):
+            start(error)
+        assert not config.folder.exists()
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "rank-00000.pt", "model.bin"])

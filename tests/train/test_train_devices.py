@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from plume.config import UserError
 from plume.train.distribute import CPU
 from plume.util import devices
 
@@ -23,3 +24,14 @@ def test_fewer_digits_must_be_worth_it(monkeypatch, wanted, gain, taken):
     with found.context():
         product = torch.ones(2, 2) @ torch.ones(2, 2)
     assert product.dtype == (torch.bfloat16 if taken == "bfloat16" else torch.float32)
+
+
+def test_devices_that_are_not_there(monkeypatch):
+    for name in ("meta", "xpu", "gpu", "cuda:x"):
+        with pytest.raises(UserError, match=f"device='{name}' is not a device; auto, cpu, cuda, cuda:1 and mps are"):
+            devices.pick_device(name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices.pick_device("cuda:1").index == 1
+    with pytest.raises(UserError, match="device='cuda:2': this machine has 2 GPUs"):
+        devices.pick_device("cuda:2")
