@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,7 +120,8 @@ def _own_folder() -> str:
     """The same for every run of this user, and nobody else's: code is loaded from there."""
     user = os.getuid() if hasattr(os, "getuid") else 0
     place = Path(tempfile.gettempdir()) / f"plume-{user}"
-    place.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        place.mkdir(mode=0o700)
     found = place.lstat()
     safe = stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o077
     return str(place) if safe or os.name == "nt" else tempfile.mkdtemp(prefix="plume-")

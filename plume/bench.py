@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from plume.config import DecodeBenchConfig, EngineConfig, SamplingConfig, preset
+from plume.config import DecodeBenchConfig, EngineConfig, SamplingConfig, UserError, preset
 from plume.inference.engine import Feed
 from plume.util.devices import cores
 
@@ -45,13 +45,10 @@ class BenchEngine:
 
 
 def plume_engine(setting: Setting, precision: Any) -> BenchEngine:
-    from plume.lm import LM
-    from plume.text import load_tokenizer
+    from plume.lm import open_lm
 
-    folder, config = setting.folder, setting.config
-    lm = LM(
-        folder, load_tokenizer(folder), EngineConfig(precision=precision, threads=config.threads, slots=config.batch)
-    )
+    config = setting.config
+    lm = open_lm(setting.folder, EngineConfig(precision=precision, threads=config.threads, slots=config.batch))
 
     def write(prompts: Prompts, new: int) -> None:
         lm.batcher.clear()
@@ -174,7 +171,8 @@ class Contender:
         except EOFError:
             answer = "its process ended by itself"
         if isinstance(answer, str):
-            raise RuntimeError(answer)
+            mistake = answer.removeprefix(f"{UserError.__name__}: ")
+            raise RuntimeError(answer) if mistake == answer else UserError(mistake)
         return answer
 
 

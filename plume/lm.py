@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -14,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 import numpy as np
 
 from plume.config import EngineConfig, EngineKind, EnginePrecision, SamplingConfig, UserError
+from plume.config.fields import refuse
+from plume.config.recipes import wrong_choices
 from plume.hf import load_tokenizer_of, read_config, read_embedding, resolve, save_model
 from plume.inference import outputs, scoring
 from plume.inference.batcher import Batcher
@@ -23,7 +24,17 @@ from plume.inference.engine_factory import EngineHandle
 from plume.inference.outputs import CandidateList, Pool
 from plume.inference.sampler import SamplingOptions, with_options
 from plume.inference.scoring import EngineScorer, TextScore
-from plume.inference.sequences import Draft, Generation, SequenceState, check_ids, fit_prompt, fresh_seed, look_up
+from plume.inference.sequences import (
+    EMPTY_PROMPT,
+    Draft,
+    Generation,
+    SequenceState,
+    check_ids,
+    check_prompt,
+    fresh_seed,
+    look_up,
+    token_ids,
+)
 from plume.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,20 +52,6 @@ Prompt = str | Sequence[int] | None  # text, token ids, or None for the start to
 Prompts = list[str] | list[list[int]] | list[str | None] | tuple[str, ...]
 Texts = list[str] | tuple[str, ...]
 Result = TypeVar("Result")
-CALLS = {  # of models that are not fine-tuned, by their head
-    "next-token": 'generate("...")',
-    "masked-token": 'fill_mask("... [MASK] ...")',
-    "pretraining": 'fill_mask("... [MASK] ...")',
-}
-
-
-def how_to_ask(head: str, place: str, *, two_stacks: bool = False, task: str | None = None) -> str:
-    """How to use a model in Python and over HTTP; `task` is the kind that it was fine-tuned for."""
-    from plume.tasks import kind_for_head, kind_named
-
-    kind = kind_for_head(head) if task is None else kind_named(task)
-    call = CALLS[head] if kind is None or (head in CALLS and not two_stacks) else kind.call
-    return f"use it in Python: plume.load({place!r}).{call}, or over HTTP: plume serve {shlex.quote(place)}"
 
 
 def is_batch(value: object) -> bool:
@@ -71,15 +68,11 @@ class LM:
     """A model, its tokenizer and an engine. Weights are read when they are first needed.
 
     Every method may be called from several threads at once. What takes one text also takes a list of texts and then
-    returns a list.
+    returns a list; `stream`, and what takes two texts of different roles (next_sentence, choose, answer), takes one.
     """
 
     def __init__(
-        self,
-        folder: Path | None,
-        tokenizer: Tokenizer,
-        engine_config: EngineConfig,
-        model: Model | None = None,
+        self, folder: Path | None, tokenizer: Tokenizer, engine_config: EngineConfig, model: Model | None = None
     ) -> None:
         self.folder, self.tokenizer, self.engine_config = folder, tokenizer, engine_config
         self._handle = EngineHandle(folder, engine_config, model)
@@ -151,11 +144,9 @@ class LM:
             if not start:
                 raise UserError("this tokenizer has no start token, so a prompt is needed")
             return list(start)
-        if isinstance(prompt, str):
-            if not prompt:
-                raise UserError("the prompt is empty; leave it out for a sample from the start token")
-            return self.tokenizer.encode(prompt)
-        return list(map(int, prompt))
+        if isinstance(prompt, str) and not prompt:
+            raise UserError(EMPTY_PROMPT)
+        return token_ids(self.tokenizer, prompt)
 
     @overload
     def generate(
@@ -214,8 +205,8 @@ class LM:
     ) -> Iterator[str]:
         """The same as generate, piece by piece, never with a part of a character."""
         settings = with_options(config, options)
-        if settings.n != 1 or settings.beams != 1 or settings.best_of is not None:
-            raise UserError("only a single sample can be streamed; leave n, best_of and beams out")
+        if is_batch(prompt) or settings.n != 1 or settings.beams != 1 or settings.best_of is not None:
+            raise UserError("only a single sample of one prompt can be streamed; leave n, best_of and beams out")
         return self._pieces(*self.start(prompt, settings))
 
     def _pieces(self, sequence: SequenceState) -> Iterator[str]:
@@ -226,14 +217,15 @@ class LM:
             yield piece
 
     def _check_generates(self) -> None:
-        place = "MODEL" if self.folder is None else str(self.folder)
-        if self.head != "next-token":
-            from plume.tasks import saved_kind  # and with it torch
+        two_stacks = self.config.decoder_layers > 0
+        if self.head == "next-token" and not two_stacks:
+            return
+        from plume.tasks import how_to_ask, saved_kind  # and with it torch
 
-            use = how_to_ask(self.head, place, task=saved_kind(self.folder))
-            raise UserError(f"this model has a {self.head} head and does not write text; {use}")
-        if self.config.decoder_layers:
-            raise UserError(f"this model is an encoder-decoder; {how_to_ask(self.head, place, two_stacks=True)}")
+        place = "MODEL" if self.folder is None else str(self.folder)
+        use = how_to_ask(self.head, place, two_stacks=two_stacks, task=saved_kind(self.folder))
+        what = "is an encoder-decoder" if two_stacks else f"has a {self.head} head and does not write text"
+        raise UserError(f"this model {what}; {use}")
 
     @overload
     def translate(
@@ -252,14 +244,12 @@ class LM:
         """
         from plume.tasks.generate import translate
 
-        usual = SamplingConfig(beams=4, length_penalty=0.6) if config is None else config
-        settings = with_options(usual, options)
-        found: Generation | list[Generation]
-        if not self.config.decoder_layers:
-            if self.prompts is None:
-                raise UserError("only an encoder-decoder or a GPT fine-tuned to generate translates; use generate")
+        settings = with_options(SamplingConfig(beams=4, length_penalty=0.6) if config is None else config, options)
+        if self.prompts is not None:
             return self.generate(for_each(source, self.prompts.prompt), settings)
-        found = for_each(source, lambda text: translate(self.batcher, self.tokenizer, text, settings))
+        if not self.config.decoder_layers:
+            raise UserError("only an encoder-decoder or a GPT fine-tuned to generate translates; use generate")
+        found: Any = for_each(source, lambda text: translate(self.batcher, self.tokenizer, text, settings))
         return found
 
     @cached_property
@@ -286,24 +276,30 @@ class LM:
         self._check_generates()
 
         def one(text: Prompt) -> CandidateList:
-            batcher = self.batcher
-            tokens = fit_prompt(
-                self.encode(text), SamplingConfig(), batcher.engine.capacity + 1, self.config.vocab_size
-            )
+            batcher, tokens = self.batcher, self.encode(text)
+            check_prompt(tokens, self.config.vocab_size, batcher.engine.capacity)
             return outputs.likeliest(self.tokenizer, batcher.logits_for(tokens)[-1], k)
 
         found: CandidateList | list[CandidateList] = for_each(prompt, one)
         return found
 
-    def suggest(self, text: str, n: int = 3) -> list[str]:
+    @overload
+    def suggest(self, text: str, n: int = 3) -> list[str]: ...
+    @overload
+    def suggest(self, text: Texts, n: int = 3) -> list[list[str]]: ...
+    def suggest(self, text: Any, n: int = 3) -> list[str] | list[list[str]]:
         """Whole words that may come next, or complete the last one, as a keyboard suggests them."""
         if n < 1:
             raise UserError(f"n={n} must be at least 1, for example 3")
         self._check_generates()
-        config = SamplingConfig(temperature=0, max_new_tokens=8, token_healing=not text.endswith((" ", "\n")), n=1)
-        return outputs.suggest(
-            self.batcher, self.tokenizer, self._sequence(self.encode(text), config, seed=0, sample=0), n
-        )
+
+        def one(each: str) -> list[str]:
+            config = SamplingConfig(temperature=0, max_new_tokens=8, token_healing=not each.endswith((" ", "\n")))
+            sequence = self._sequence(self.encode(each), config, seed=0, sample=0)
+            return outputs.suggest(self.batcher, self.tokenizer, sequence, n)
+
+        found: list[str] | list[list[str]] = for_each(text, one)
+        return found
 
     @overload
     def score(
@@ -326,6 +322,8 @@ class LM:
 
         def one(each: str | Sequence[int]) -> TextScore:
             before, tokens = self._split(each, given)
+            if not tokens:
+                raise UserError("the text is empty, so there is nothing to score")
             check_ids([*before, *tokens], self.config.vocab_size)
             return scoring.score_text(scorer, tokens, given=before, stride=stride)
 
@@ -341,14 +339,10 @@ class LM:
     def _split(
         self, text: str | Sequence[int], given: str | Sequence[int] | None
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Ids before and of a text; two texts are tokenized jointly."""
-        if given is None:
-            return [], self.encode(text)
-        before = self.tokenizer.encode(given) if isinstance(given, str) else [int(i) for i in given]
+        """Ids before and of a text; two texts are tokenized jointly, as `plume evaluate` does."""
         if isinstance(text, str) and isinstance(given, str):
-            whole = self.tokenizer.encode(given + text)
-            return whole[: len(before)], whole[len(before) :]
-        return before, self.encode(text)
+            return scoring.pair(given, text, self.tokenizer, "joint")
+        return [] if given is None else token_ids(self.tokenizer, given), token_ids(self.tokenizer, text)
 
     @overload
     def explain(self, text: str | Sequence[int], pair: str | None = None, *, row: int = 0) -> Explanation: ...
@@ -403,11 +397,11 @@ class LM:
         `pool`: mean, cls, max, or the family's own summary; unset: as modules.json says (sentence-transformers), else
         the mean. `layers` counts from 0, the embeddings; unset: the last; vectors of several are concatenated.
         """
-        many: Any = texts if is_batch(texts) else [texts]
+        many: Any = texts if is_batch(texts) or (isinstance(texts, list) and not texts) else [texts]
         settings = None if self.folder is None else read_embedding(self.folder)
         model = self.inference_model if layers is None else self.model
         found = outputs.embed(model, self.tokenizer, many, pool=pool, batch=batch, layers=layers, settings=settings)
-        return found if is_batch(texts) else found[0]
+        return found if many is texts else found[0]
 
     # -- fine-tuned heads
 
@@ -487,7 +481,6 @@ def load(
     draft: str | Path | None = None,
 ) -> LM:
     """Open a model folder, a run folder or a hub name."""
-    folder = resolve(name)
     settings = EngineConfig(
         engine=engine,
         precision=precision,
@@ -497,4 +490,11 @@ def load(
         compile=compile,
         draft=None if draft is None else Path(draft),
     )
-    return LM(folder, load_tokenizer_of(folder), settings)
+    return open_lm(name, settings)
+
+
+def open_lm(name: str | Path, engine: EngineConfig) -> LM:
+    """The same with an engine's config."""
+    refuse(wrong_choices(engine))
+    folder = resolve(name)
+    return LM(folder, load_tokenizer_of(folder), engine)

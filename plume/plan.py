@@ -166,9 +166,13 @@ def measure_block(config: ModelConfig, seconds: float = 0.5) -> float:
     return operations / best_seconds(lambda: block(x).sum().backward(), seconds, rounds=3)
 
 
+def length_of(config: PlanConfig) -> int:
+    return config.model.context if config.length is None else config.length
+
+
 def checked_length(config: PlanConfig) -> int:
     """The sequence length, once the numbers of a plan are possible."""
-    length = config.model.context if config.length is None else config.length
+    length = length_of(config)
     if not 0 < length <= config.model.context:
         raise UserError(f"length={length} must lie between 1 and the context {config.model.context}")
     return length
@@ -186,7 +190,8 @@ def plan(config: PlanConfig) -> Plan:
     measured = measure_block(model_config)
     here = Hardware("this machine", measured / 1e12, memory_bytes(torch.device("cpu")) / 1e9, 1.0, 0.0)
     activations = FLOAT * activation_floats(model_config, config.micro_batch, length)
-    known = [here, *HARDWARE] if own_hardware(config) is None else [here, hardware_of(config), *HARDWARE]
+    own = own_hardware(config)
+    known = [here, *HARDWARE] if own is None else [here, own, *HARDWARE]
     seconds = {each.name: 3 * forward * config.tokens / each.flops_per_second for each in known}
     fits = {each.name: each.fits(4 * FLOAT * total, activations) for each in known}
     dollars = {each.name: seconds[each.name] / 3600 * each.dollars_per_hour for each in known[1:]}
@@ -258,7 +263,7 @@ def plan_ranks(config: PlanConfig, whole: Plan) -> RankPlan:
     resident = FLOAT * -(-held // shards)
     block = BYTES[config.precision] * (split // tensor // (config.model.layers + config.model.decoder_layers))
     gathered = 2 * (FLOAT * root + 2 * block) if shards > 1 else 0  # weights and gradients; two blocks at a time
-    length = config.model.context if config.length is None else config.length
+    length = length_of(config)
     activations = rank_activations(config, length)
     sent = traffic(config, held, replicas, length)
     tokens = config.micro_batch * length * replicas * config.accumulation_steps
@@ -290,7 +295,8 @@ def own_hardware(config: PlanConfig) -> Hardware | None:
     if config.tflops is None or config.memory_gb is None:
         return None
     price = 0.0 if config.dollars_per_hour is None else config.dollars_per_hour
-    return Hardware(config.hardware, config.tflops, config.memory_gb, OWN_REACHED, price)
+    name = "your device" if config.hardware in {known.name for known in HARDWARE} else config.hardware
+    return Hardware(name, config.tflops, config.memory_gb, OWN_REACHED, price)
 
 
 def hardware_of(config: PlanConfig) -> Hardware:
@@ -322,9 +328,7 @@ def split_counts(config: PlanConfig, by_tensor: dict[str, int]) -> tuple[int, in
     split = tables = shared = 0
     even = splits_tables(config)
     for name, size in by_tensor.items():
-        times = 1
-        if "{}" in name:
-            times = config.model.decoder_layers if ".decoder." in name else config.model.layers
+        times = copies(config, name)
         if re.search(r"inner\.(q|k|v|up)\.(weight|bias)$|inner\.(out|down)\.weight$", name):
             split += size * times
         elif even and name.endswith(("embed.tokens.weight", "head.output.weight")):
@@ -332,6 +336,13 @@ def split_counts(config: PlanConfig, by_tensor: dict[str, int]) -> tuple[int, in
         else:
             shared += size * times
     return split, tables, shared
+
+
+def copies(config: PlanConfig, name: str) -> int:
+    """How many tensors a name stands for: one, or one per layer."""
+    if "{}" not in name:
+        return 1
+    return config.model.decoder_layers if ".decoder." in name else config.model.layers
 
 
 def splits_tables(config: PlanConfig) -> bool:
@@ -375,7 +386,7 @@ def rank_table(found: RankPlan, config: PlanConfig) -> RenderableType:
     from rich.table import Table
 
     shape = f"{found.replicas} x {config.tensor_parallel}" if config.tensor_parallel > 1 else f"{found.ranks}"
-    title = f"Each of {shape} ranks ({config.strategy}, {config.hardware})"
+    title = f"Each of {shape} ranks ({config.strategy}, {hardware_of(config).name})"
     rows = Table("per rank", "amount", title=title, show_header=False)
     rows.columns[1].justify = "right"
     for name in ("weight", "gradient", "optimizer", "gathered", "activation"):
@@ -395,17 +406,21 @@ def rank_table(found: RankPlan, config: PlanConfig) -> RenderableType:
 
 def human_bytes(count: float) -> str:
     for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
+        if count < 999.5:  # which three digits would round up
             return f"{count:.3g} {unit}"
         count /= 1000
-    return f"{count:,.4g} TB"
+    return f"{three_digits(count)} TB"
 
 
 def human_time(seconds: float) -> str:
     for unit, length in (("years", 31_557_600), ("days", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= length:
-            return f"{seconds / length:,.3g} {unit}"
+            return f"{three_digits(seconds / length)} {unit}"
     return f"{seconds:.3g} s"
+
+
+def three_digits(number: float) -> str:
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
 
 
 def table(plan: Plan, config: PlanConfig) -> RenderableType:
@@ -417,16 +432,14 @@ def table(plan: Plan, config: PlanConfig) -> RenderableType:
     for column in parameters.columns[1:]:
         column.justify = "right"
     for name, size in plan.by_tensor.items():
-        times = 1
-        if "{}" in name:
-            times = config.model.decoder_layers if ".decoder." in name else config.model.layers
+        times = copies(config, name)
         shape = " x ".join(map(str, plan.shapes[name]))
         parameters.add_row(name.removeprefix("body."), shape, f"{size:,}", f"{times}", f"{size * times:,}")
     per_block = sum(size for name, size in plan.by_tensor.items() if "{}" in name and ".decoder." not in name)
     parameters.add_section()
     parameters.add_row("one block", "", f"{per_block:,}", f"{plan.layers}", f"{per_block * plan.layers:,}")
 
-    length = config.model.context if config.length is None else config.length
+    length = length_of(config)
     needs = Table("need", "amount", title="Memory and arithmetic", show_header=False)
     needs.columns[1].justify = "right"
     needs.add_row("weights (float32)", human_bytes(plan.weight_bytes))

@@ -224,7 +224,23 @@ def test_edits_stack_and_everything_can_be_asked_again():
     assert (both.activation("mlp.update", layer=2) == 0).all() and (first.activation("mlp.update", layer=2) != 0).any()
     assert (both.activation("attention.heads", layer=0, head=1) == 0).all()
     assert (both.logits != first.logits).any() and (first.logits != seen.logits).any()
+    shifted = first.logits[:-1].log_softmax(-1)[range(len(TOKENS) - 1), TOKENS[1:]]
+    np.testing.assert_allclose(first.surprise().surprisal[1:], -shifted.numpy(), atol=1e-5)
+    with pytest.raises(UserError, match="start=3: an edited text"):
+        first.surprise(start=3)
     np.testing.assert_array_equal(both.attention(0), seen.attention(0))
+
+
+def test_an_edited_masked_model_is_surprised_as_it_was_edited():
+    seen = explain(random_model(FAMILIES["bert"], "masked-token"), TOKENS)
+    seen.mask, seen.predicted = 4, slice(1, -1)
+    first = seen.edited(Edit(part="mlp", layer=1))
+    found = first.surprise()
+    assert np.isnan(found.surprisal[[0, -1]]).all()
+    for i in (1, 5):
+        masked = explain(seen.model, [4 if j == i else t for j, t in enumerate(TOKENS)])
+        logits = masked.edited(Edit(part="mlp", layer=1)).logits[i].log_softmax(-1)
+        assert found.surprisal[i] == pytest.approx(-float(logits[TOKENS[i]]), abs=1e-4)
 
 
 @pytest.mark.parametrize("case", ["gpt2", "bert-classify", "marian"])

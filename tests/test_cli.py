@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from families import FAMILIES, random_model
 
+import plume
 from plume.cli.generate_command import answer
 from plume.cli.main import COMMANDS, main
 from plume.cli.verbs import KNOWN, VERBS, settings
@@ -19,6 +20,7 @@ from plume.config import (
     FinetuneConfig,
     PretrainConfig,
     SamplingConfig,
+    UserError,
     build,
     describe,
     read_recipe,
@@ -26,6 +28,7 @@ from plume.config import (
 )
 from plume.hf import save_model
 from plume.train.pretrain import plain
+from plume.util import files
 from plume.util.console import shown, tell
 from plume.util.run_folder import write_recipe
 
@@ -134,6 +137,12 @@ def test_help_lists_every_option_with_its_meaning(verb, columns, capsys, monkeyp
         assert f"--{row.name.replace('_', '-')} {meaning}" in shown
     for flag, meaning in about.flags.items():
         assert f"--{flag} {meaning}" in shown
+
+
+@pytest.mark.parametrize("columns", ["", "wide", "-3"])
+def test_help_needs_no_width_of_the_terminal(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["generate", "--help"]) == 0 and "--temperature" in capsys.readouterr().out
 
 
 def test_the_first_screen_follows_the_work(capsys):
@@ -302,3 +311,38 @@ def test_compiled_code_finds_a_place_where_neither_package_nor_home_can_be_writt
         assert (found.returncode, found.stderr) == (0, ""), found.stderr
         assert found.stdout.strip() == str(package / "__init__.py")
         assert [path.name for path in temporary.iterdir()] == [f"plume-{os.getuid()}"]
+
+
+@pytest.mark.parametrize("out", ["results", "."])
+def test_a_file_never_replaces_a_folder(here, capsys, out):
+    """Whatever is written goes through one function, and a folder may hold anything."""
+    (here / "results").mkdir()
+    (here / "results" / "thesis.txt").write_text("years of work")
+    (here / "prompts.txt").write_text("a\n")
+    for call in (
+        lambda: files.write_text(Path(out), "x"),
+        lambda: files.save_figure(files.new_figure(2, 2), Path(out)),
+    ):
+        with pytest.raises(UserError, match="name a file"):
+            call()
+    folder = save_model(random_model(FAMILIES["gpt2"]), here / "model")
+    for words in (["generate", str(folder), "--prompts", "prompts.txt"], ["export", str(folder)]):
+        assert main([*words, "--out", out]) == 2
+        assert f"out={out} is a folder; name a file" in capsys.readouterr().err
+    assert (here / "results" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_teacher_that_does_not_exist(here, capsys):
+    assert main(["distill", "no/where/at/all", "--folder", "student"]) == 2
+    assert "there is no folder no/where/at/all" in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_the_temporary_folder(tmp_path, monkeypatch):
+    """Anybody can make one there, and importing plume must not end with it."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first = Path(plume._own_folder())
+    assert first.is_dir() and plume._own_folder() == str(first)
+    first.rmdir()
+    first.write_text("not a folder")
+    other = Path(plume._own_folder())
+    assert other.is_dir() and other != first

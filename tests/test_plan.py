@@ -9,7 +9,7 @@ import torch
 from plume.cli.main import main
 from plume.config import PRESETS, PlanConfig, UserError, preset
 from plume.model.heads import Model
-from plume.plan import HARDWARE, activation_floats, plan, plan_ranks
+from plume.plan import HARDWARE, activation_floats, human_bytes, human_time, plan, plan_ranks
 from plume.util.run_folder import write_recipe
 
 
@@ -61,8 +61,24 @@ def test_json_even_for_the_largest(capsys):
 def test_bad_numbers_are_refused():
     with pytest.raises(UserError, match="length=2000 must lie between 1 and the context 1024"):
         plan(PlanConfig(model=PRESETS["gpt2"], length=2000))
-    with pytest.raises(UserError, match="tokens=0"):
-        plan(PlanConfig(model=PRESETS["gpt2"], tokens=0))
+    for name in ("tokens", "micro_batch", "ranks", "tensor_parallel", "accumulation_steps", "node_bandwidth_gb"):
+        with pytest.raises(UserError, match=f"{name}=0 must be"):
+            plan(PlanConfig(model=PRESETS["gpt2"], **{name: 0}))
+    with pytest.raises(UserError, match="tflops=0 must be"):
+        plan(PlanConfig(model=PRESETS["gpt2"], tflops=0, memory_gb=8))
+    with pytest.raises(UserError, match="needs both --tflops and --memory-gb"):
+        plan(PlanConfig(model=PRESETS["gpt2"], tflops=100))
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(999_600, "1 MB"), (12_300, "12.3 kB"), (999, "999 B"), (12_345e12, "12,345 TB")]
+)
+def test_sizes_are_written_without_powers(number, text):
+    assert human_bytes(number) == text
+
+
+def test_times_are_written_without_powers():
+    assert human_time(31_557_600 * 52_345.6) == "52,346 years" and human_time(90) == "1.5 min"
 
 
 # ---- many ranks: what the papers of data, sharded and tensor parallelism say each rank holds and sends
@@ -198,5 +214,8 @@ def test_hardware_of_ones_own():
     assert whole.seconds["mine"] == pytest.approx(whole.flops_per_token_training * config.tokens / per_second)
     assert whole.dollars["mine"] == pytest.approx(whole.seconds["mine"] / 3600 * 2)
     assert found.fits and not plan_ranks(replace(config, memory_gb=1e-6), whole).fits
+    unnamed = plan(replace(config, hardware=PlanConfig(model=config.model).hardware))
+    assert unnamed.seconds["your device"] == pytest.approx(whole.seconds["mine"])
+    assert unnamed.seconds["A100 80GB"] == pytest.approx(whole.seconds["A100 80GB"])
     with pytest.raises(UserError, match=r"'8 x A100 80GB' is not known as one device; .*--tflops and --memory-gb"):
         planned(ranks=8, hardware="8 x A100 80GB")

@@ -10,10 +10,8 @@ import numpy as np
 
 from plume.config import EmbedConfig, EngineConfig, UserError, did_you_mean
 from plume.data.tables import TABLES, Row, open_bytes, read_rows, suffix_of
-from plume.hf import resolve
-from plume.lm import LM
+from plume.lm import LM, open_lm
 from plume.tasks.schema import Columns
-from plume.text import load_tokenizer
 from plume.util.files import aside, write_rows
 from plume.util.progress import Progress
 
@@ -24,13 +22,10 @@ def embed(config: EmbedConfig) -> str:
     """Write the vectors and the ids; what was written in one sentence."""
     if config.out.suffix != ".npy":
         raise UserError(f"out={config.out} must end in .npy")
-    if config.batch < 1:
-        raise UserError(f"batch={config.batch} must be at least 1, for example 32")
     rows = list(texts_of(config))
     if not rows:
         raise UserError(f"{config.texts} holds no texts")
-    folder = resolve(config.model)
-    lm = LM(folder, load_tokenizer(folder), EngineConfig(device=config.device))
+    lm = open_lm(config.model, EngineConfig(device=config.device))
     parts = []
     with Progress(lines=False) as progress, progress.task("texts", len(rows)) as advance:
         for first in range(0, len(rows), PART):

@@ -18,10 +18,8 @@ from plume.config import (
     did_you_mean,
     with_overrides,
 )
-from plume.hf import resolve
 from plume.inference.sequences import Generation
-from plume.lm import LM, best_of
-from plume.text import load_tokenizer
+from plume.lm import LM, best_of, open_lm
 from plume.util.console import shown
 from plume.util.files import write_text
 
@@ -37,9 +35,8 @@ HELP = """/set NAME VALUE   change an option, e.g. /set temperature 0.8
 
 
 def generate(config: GenerateConfig) -> None:
-    """Do what the command line asks for."""
-    folder = resolve(config.model)
-    lm = LM(folder, load_tokenizer(folder), config.engine)
+    """One prompt, a file of them, standard input, or a conversation."""
+    lm = open_lm(config.model, config.engine)
     try:
         if config.prompts is not None:
             batch(lm, config)
@@ -48,14 +45,15 @@ def generate(config: GenerateConfig) -> None:
         elif sys.stdin.isatty():
             Conversation(lm, config.sampling).run()
         else:
-            answer(lm, _standard_input(), config.sampling, sys.stdout)
+            answer(lm, _standard_input().removesuffix("\n"), config.sampling, sys.stdout)
     finally:
         lm.close()
 
 
 def _standard_input() -> str:
+    """What was piped in, its lines ending as everywhere else in Python."""
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"the standard input is not UTF-8 text: {error}") from None
 
@@ -92,7 +90,7 @@ def _show_all(results: list[Generation], out: TextIO) -> str:
 def read_prompts(path: Path) -> Iterator[str | None]:
     """One prompt per line, where a blank line stands for the start token; or the "prompt" of each line of JSON."""
     try:
-        text = _standard_input() if path == STANDARD_INPUT else path.read_text(encoding="utf-8")
+        text = _standard_input() if path == STANDARD_INPUT else path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
     except UnicodeDecodeError as error:
@@ -116,6 +114,8 @@ def read_prompts(path: Path) -> Iterator[str | None]:
 def batch(lm: LM, config: GenerateConfig) -> None:
     """Answer every prompt of a file together, and write one line of JSON for each, in their order."""
     assert config.prompts is not None
+    if config.out is not None and config.out.is_dir():  # known before anything is computed
+        raise UserError(f"out={config.out} is a folder; name a file, such as {config.out / 'answers.jsonl'}")
     prompts = list(read_prompts(config.prompts))
     if not prompts:
         raise UserError(f"{config.prompts} has no prompts")
@@ -254,13 +254,13 @@ def remember_lines() -> None:
         import readline
     except ImportError:
         return
-    state = Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "plume"
-    history = state / "history"
     try:
+        state = Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "plume"
+        history = state / "history"
         state.mkdir(parents=True, exist_ok=True)
         if history.exists():
             readline.read_history_file(history)
         readline.set_history_length(1000)
         atexit.register(readline.write_history_file, history)
-    except OSError:
-        pass  # without a place to keep it, the history lasts as long as the conversation
+    except (OSError, RuntimeError):
+        pass  # without a place to keep it, or a home, the history lasts as long as the conversation

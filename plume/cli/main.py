@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plume import __version__, config
-from plume.cli.verbs import KNOWN, help_text, overview, settings, split_flags, usage, verb_of
+from plume.cli.verbs import KNOWN, help_text, is_recipe, overview, settings, split_flags, usage, verb_of
 from plume.config import UserError
 from plume.util.console import tell
 
@@ -96,7 +96,7 @@ def pretrain(words: Words, flags: Flags) -> None:
 def finetune(words: Words, flags: Flags) -> None:
     wanted = settings(config.FinetuneConfig, words, "model")
     from plume.hf import read_config
-    from plume.lm import how_to_ask
+    from plume.tasks import how_to_ask
     from plume.train.finetune import finetune as run
     from plume.train.finetune_report import describe_scores
 
@@ -118,7 +118,14 @@ def distill(words: Words, flags: Flags) -> None:
     start = config.trained_like(leading[0]) if len(leading) == 1 else {}
     if any(name.startswith("data.") for name in overrides):
         start.pop("prepared", None)
-    wanted = settings(config.DistillConfig, words, "teacher", start=start)
+    try:
+        wanted = settings(config.DistillConfig, words, "teacher", start=start)
+    except UserError:
+        from plume.hf import resolve
+
+        if leading and not is_recipe(leading, overrides):
+            resolve(leading[0])  # without a teacher nothing else matters
+        raise
     from plume.train.distill import distill as run
 
     result = run(wanted)

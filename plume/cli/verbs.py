@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -273,4 +272,4 @@ def wrapped(text: str, indent: int = 0, *, at: int = 0) -> list[str]:
 
 
 def columns() -> int:
-    return min(120, max(40, shutil.get_terminal_size((int(os.environ.get("COLUMNS", "100")), 24)).columns))
+    return min(120, max(40, shutil.get_terminal_size((100, 24)).columns))

@@ -296,6 +296,8 @@ class PlanConfig(Checked):
         yield from below_one(self, "ranks_per_node")
         yield from not_positive(self, {"tflops": 312, "memory_gb": 80, "node_bandwidth_gb": 300})
         yield from not_positive(self, {"network_bandwidth_gb": 25})
+        if (self.tflops is None) != (self.memory_gb is None):
+            yield "a device of your own needs both --tflops and --memory-gb"
 
 
 @dataclass(frozen=True, kw_only=True)

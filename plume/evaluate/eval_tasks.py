@@ -87,7 +87,7 @@ def book_file(path: Path) -> Iterator[TaskRow]:
                 continue
             cells = rest.split("\t")
             if len(cells) < 4:
-                raise UserError(f"{where}: the question, its answer and the options should be parted by tabs")
+                raise UserError(f"{where}: the question, its answer and the options should be separated by tabs")
             options = cells[3].split("|")
             yield TaskRow({"sentences": sentences, "question": cells[0], "answer": cells[1], "options": options}, where)
             sentences = []
@@ -414,7 +414,7 @@ def missing(task: EvalTask, data: Path | None) -> str:
     folder = task.folder or task.name
     wanted = [*task.files, "test.jsonl"][0]
     place = "no data folder was given" if data is None else f"{data} has no {folder}/{wanted}"
-    return f"the rows of {task.name} are not here: {place}; --data FOLDER or --tasks {task.name}=FILE names them"
+    return f"no data found for {task.name}: {place}; name it with --data FOLDER or --tasks {task.name}=FILE"
 
 
 def find_file(task: EvalTask, split: Split, data: Path | None) -> Path | None:
@@ -444,7 +444,7 @@ def synthetic_source(make: Callable[[], Iterator[TaskRow]]) -> RowSource:
     digest = hashlib.sha256()
     for row in make():
         digest.update(json.dumps(row, sort_keys=True).encode())
-    return RowSource("made", digest.hexdigest()[:16], make)
+    return RowSource("synthetic", digest.hexdigest()[:16], make)
 
 
 def hub_source(task: EvalTask, split: Split, data: Path | None) -> RowSource | None:
@@ -464,8 +464,8 @@ def hub_source(task: EvalTask, split: Split, data: Path | None) -> RowSource | N
         if split == "train":
             return None
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        reason = "the hub is out of reach" if far else reason
-        raise UserError(f"{missing(task, data)}; and the hub's {name} cannot be had: {reason}") from None
+        reason = "the hub is unreachable" if far else reason
+        raise UserError(f"{missing(task, data)}; {name} cannot be loaded from the hub: {reason}") from None
     label = f"hub:{name}:{config}:{wanted}"
     digest = hashlib.sha256(f"{label} {rows._fingerprint}".encode()).hexdigest()[:16]
     return RowSource(label, digest, lambda: (TaskRow(row, f"{label} row {n}") for n, row in enumerate(rows, 1)))

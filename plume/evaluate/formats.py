@@ -207,7 +207,8 @@ def race(row: TaskRow, protocol: ScoringProtocol) -> Iterator[MultipleChoice]:
     if protocol.name == "harness":
         *earlier, last = problems
         text = f"Article: {article}\n\n" + "".join(map(race_solved, earlier)) + last.text("question")
-        yield choice(last, text, last.texts("options", least=2), last.one_of("answer", LETTERS))
+        options = last.texts("options", least=2)
+        yield choice(last, text, options, last.one_of("answer", LETTERS[: len(options)]))
         return
     for n, problem in enumerate(problems):
         solved = "".join(f"Q: {p.text('question')}\n\nA: {race_answer(p)}\n\n" for p in problems[:n])
@@ -303,7 +304,7 @@ def cola_gpt1(row: TaskRow, protocol: ScoringProtocol) -> Iterator[Judgement]:
     yield Judgement(where=row.where, context="", statement=row.text("sentence"), good=good)
 
 
-# ---- going on ----------------------------------------------------------------------------------------------------
+# ---- generation ---------------------------------------------------------------------------------------------------
 
 
 def short_answer(row: TaskRow, protocol: ScoringProtocol, prompt: str, answers: tuple[str, ...]) -> Question:

@@ -11,10 +11,10 @@ from lm_eval.api.model import LM as HarnessLM
 from lm_eval.api.registry import register_model
 
 from plume.config import EvaluateConfig, SamplingConfig, UserError
-from plume.evaluate.items import TooLong, find_protocol, pair, request
+from plume.evaluate.items import TooLong, find_protocol, request
 from plume.evaluate.subject import ScoreStore, Subject
 from plume.evaluate.task_run import TaskResult
-from plume.inference.scoring import Request, windows
+from plume.inference.scoring import Request, pair, windows
 from plume.tasks.metrics import Metric
 
 NEW_TOKENS = 256  # of a generation task that does not say

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from plume.config import Boundary, ProtocolName, UserError, did_you_mean
 from plume.inference.scoring import Request, Scorer
-from plume.text import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,19 +250,6 @@ def find_protocol(
     chosen = replace(PROTOCOLS[name], stride=stride)
     chosen = chosen if boundary is None else replace(chosen, boundary=boundary)
     return chosen if stop_word_filter is None else replace(chosen, stop_word_filter=stop_word_filter)
-
-
-def pair(context: str, continuation: str, tokenizer: Tokenizer, boundary: Boundary) -> tuple[list[int], list[int]]:
-    """Two texts as tokens, cut where the protocol cuts. Blanks at the context's end belong to the continuation."""
-    bare = context.rstrip()
-    continuation = context[len(bare) :] + continuation
-    if not bare:
-        return [], tokenizer.encode(continuation)
-    if boundary == "separate":
-        return tokenizer.encode(bare), tokenizer.encode(continuation)
-    before = tokenizer.encode(bare)
-    after = tokenizer.encode(bare + continuation)[len(before) :]
-    return before, after if after else tokenizer.encode(continuation)  # merged into the context without a trace
 
 
 class TooLong(Exception):

@@ -273,7 +273,7 @@ def facts(task: TaskReport) -> list[list[object]]:
             f"{first.items}, {first.cut} with their context cut on the left, {first.skipped} left out as too long",
         ],
         ["tokens", f"{first.tokens:,}"],
-        ["requests", f"{first.scored} computed, {first.reused} known from before"],
+        ["requests", f"{first.scored} computed, {first.reused} from the stored scores"],
         ["time", f"{sum(r.seconds for r in task.results):.1f} s"],
     ]
 
@@ -335,7 +335,7 @@ def positions(report: EvaluationReport, axes: Any) -> bool:
         axes.plot(places, result.by_position["loss"], "o-", label=result.task)
     if shown:
         axes.set_xscale("log", base=2)
-        axes.set_xlabel("tokens before, and one")
+        axes.set_xlabel("position in the text (tokens, from 1)")
         axes.set_ylabel("loss (nats per token)")
         axes.legend()
         axes.grid(alpha=0.3)
@@ -351,8 +351,8 @@ def calibration(report: EvaluationReport, axes: Any) -> bool:
         label = f"{result.task} (error {bins['error']:.3f})"
         axes.plot([bins["confidence"][i] for i in known], [bins["right"][i] for i in known], "o-", label=label)
     if shown:
-        axes.set_xlabel("how sure the model was")
-        axes.set_ylabel("how often it was right")
+        axes.set_xlabel("confidence")
+        axes.set_ylabel("accuracy")
         axes.legend()
         axes.grid(alpha=0.3)
     return bool(shown)

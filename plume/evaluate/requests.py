@@ -21,10 +21,9 @@ from plume.evaluate.items import (
     Passage,
     Question,
     ScoringProtocol,
-    pair,
     request,
 )
-from plume.inference.scoring import Request, Score, Scorer, windows
+from plume.inference.scoring import Request, Score, Scorer, pair, windows
 from plume.tasks import metrics
 from plume.tasks.metrics import Metric
 
@@ -230,7 +229,7 @@ METRICS: dict[str, Callable[[EvalTask, Sequence[Record]], dict[str, Metric]]] = 
 
 
 def generated_record(task: EvalTask, item: Question | Blank, prediction: str) -> Record:
-    """What was prediction, cut to what counts of it, and how it measures up to each answer."""
+    """The prediction, cut to what counts of it, and its measures against the answers."""
     if isinstance(item, Question):
         answers, normal = list(item.answers), metrics.NORMAL_FORMS[item.same]
         prediction = metrics.first_sentences(prediction, item.sentences)

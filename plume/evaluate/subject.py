@@ -17,8 +17,8 @@ from plume.config import EvaluateConfig, SamplingConfig, UserError
 from plume.evaluate.items import Blank, Item, Question, TooLong
 from plume.hf import load_model, model_hash, read_config, resolve
 from plume.inference.scoring import Answer, MaskedScorer, Request, Score, Scorer, scorer_for
-from plume.lm import LM, how_to_ask
-from plume.tasks import saved_kind
+from plume.lm import LM
+from plume.tasks import how_to_ask, saved_kind
 from plume.text import load_tokenizer
 
 SCORING = b"2"  # changes with whatever changes a score, so that no older one is taken for it
@@ -170,7 +170,7 @@ class Subject:
         return load(self.folder, device=self.config.device, precision=self.config.precision)
 
     def write(self, prompts: Sequence[tuple[list[int], SamplingConfig]]) -> list[tuple[str, int]]:
-        """Goes on from each prompt, those with the same settings together; the text, and how many tokens it is."""
+        """The continuation of each prompt and its number of tokens; prompts with the same settings are batched."""
         found: list[tuple[str, int]] = []
         for sampling, alike in groupby(prompts, key=lambda prompt: prompt[1]):
             written = self.writer.generate_batch([tokens for tokens, _ in alike], sampling)
@@ -231,7 +231,7 @@ class AnswerGenerator:
 
     def translation(self, item: Question) -> tuple[str, int]:
         if not item.source:
-            raise UserError(f"{self.task} is no translation, which is all that an encoder-decoder does")
+            raise UserError(f"{self.task} is no translation task, and an encoder-decoder only translates")
         written = self.subject.writer.translate(item.source)
         return written.text, len(written.tokens)
 

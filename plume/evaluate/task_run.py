@@ -63,7 +63,7 @@ class TaskResult:
     cut: int  # items whose context lost its beginning
     skipped: int  # items that did not fit at all
     scored: int  # requests that this run computed
-    reused: int  # requests that an earlier run had short_answer
+    reused: int  # requests whose scores were stored by an earlier run
     seconds: float
     by_position: dict[str, list[float]]
     calibration: dict[str, Any]
@@ -118,13 +118,13 @@ class TaskRun:
     def result(self, progress: Progress, records_file: Path | None) -> TaskResult:
         began, scored, reused = time.monotonic(), self.store.fresh, self.store.reused
         self.check()
-        source = self.source
-        items = self.limited_items(source)
+        items = self.limited_items(source := self.source)
         if not items:
             raise UserError(f"{source.name} holds no items")
         records = self.kept = list(self.records(self.after_examples(items, source), len(items), progress))
         if not records:
-            raise UserError(f"none of the {len(items)} items of {self.task.name} fits into the model's context")
+            why = "fits the model's context" if self.skipped else "has a token that could be scored"
+            raise UserError(f"none of the {len(items)} items of {self.task.name} {why}")
         self.choose_threshold(records)
         if records_file is not None:
             write_rows(records_file, records)
@@ -171,11 +171,11 @@ class TaskRun:
         task = self.task
         if task.causal_only and self.subject.masked:
             raise UserError(
-                f"{task.name} lets the model write on, and {self.subject.name} is a masked model, which cannot; "
-                "it can be scored on lambada, wikitext-2, hellaswag and every other task that chooses"
+                f"{task.name} generates text, and {self.subject.name} is a masked model, which does not; tasks that "
+                "score texts work, such as lambada, wikitext-2 and hellaswag"
             )
         if task.kind == "blank" and not self.subject.masked:
-            raise UserError(f"{task.name} fills in masks, and {self.subject.name} is not a masked model; take lambada")
+            raise UserError(f"{task.name} needs a masked model, and {self.subject.name} is none; lambada works")
         if self.config.shots and task.kind not in ("choice", "word", "question"):
             raise UserError(f"shots={self.config.shots}: {task.name} has no examples before its items; shots=0 works")
         next(iter(self.items(self.source)), None)
@@ -281,6 +281,8 @@ class TaskRun:
                     raise UserError(f"{item.where}: {error}; too_long=truncate or skip continues") from None
                 self.skipped += 1
                 continue
+            except UserError as error:
+                raise UserError(f"{item.where}: {error}") from None
             self.cut += asked.cut
             if asked.requests:
                 yield asked

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plume.explain.forward_pass import PER_POSITION, ForwardPass, as_floats, blocks_of, body_of
+from plume.explain.forward_pass import PER_POSITION, ForwardPass, as_floats, body_of
 from plume.explain.results import Contributions
 
 
@@ -36,7 +36,7 @@ def contributions(seen: ForwardPass, index: int | None = None) -> Contributions:
         last = seen.record([])[f"{seen.stack}.{seen.layers - 1}.mlp.output"]
         direction, bias = through_norm(body.norm, last, direction, bias)
     for i in reversed(range(seen.layers)):
-        block = blocks_of(body)[i]
+        block: Any = body.blocks[i]
         for kind, part in (("mlp", block.mlp), ("cross", block.cross), ("attention", block.attn)):
             if part is None:
                 continue

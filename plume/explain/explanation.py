@@ -14,7 +14,7 @@ from torch import Tensor
 from plume.config import UserError
 from plume.explain.attribution import Method, attribute
 from plume.explain.contributions import contributions
-from plume.explain.forward_pass import AttentionKind, ForwardPass, Spell, Stack, as_floats, body_of
+from plume.explain.forward_pass import AttentionKind, ForwardPass, Spell, Stack, as_floats, body_of, hooked
 from plume.explain.head_kinds import head_scores
 from plume.explain.interventions import Edit, EditPart, Replacement, change_of, effects
 from plume.explain.results import (
@@ -54,22 +54,24 @@ class Explanation(ForwardPass):
 
     def _all_weights(self, layers: Sequence[int], kind: AttentionKind, stack: Stack | None) -> list[Tensor]:
         name = self.stack if stack is None else stack
-        self.record(
-            [f"{name}.{i}.{kind}.{part}" for i in layers for part in "qk" if f"{name}.{i}.{kind}.q" in self.sites]
-        )
+        self.record([site for i in layers for part in "qk" if (site := f"{name}.{i}.{kind}.{part}") in self.sites])
         return [self.value(f"{kind}.weights", i, None, stack) for i in layers]
+
+    def _blocks(self, stack: Stack | None) -> int:
+        name = self.stack if stack is None else stack
+        self.check("embedding", None, None, name)
+        return len(self.stacks[name].blocks)
 
     def mean_attention(
         self, layer: int | None = None, *, kind: AttentionKind = "attention", stack: Stack | None = None
     ) -> Floats:
         """Averaged over the heads of one layer, or of all, (T, S)."""
-        blocks = self.stacks[self.stack if stack is None else stack].blocks
-        wanted = range(len(blocks)) if layer is None else [layer]
+        wanted = range(self._blocks(stack)) if layer is None else [layer]
         return as_floats(torch.stack([w.mean(0) for w in self._all_weights(wanted, kind, stack)]).mean(0))
 
     def rollout(self, layer: int | None = None, *, stack: Stack | None = None) -> Floats:
         """Attention multiplied through the layers down to the input, the residual stream counted as half, (T, S)."""
-        last = len(self.stacks[self.stack if stack is None else stack].blocks) - 1 if layer is None else layer
+        last = self._blocks(stack) - 1 if layer is None else layer
         self.check("attention.weights", last, None, self.stack if stack is None else stack)
         weights = self._all_weights(range(last + 1), "attention", stack)
         same = torch.eye(weights[0].shape[-1], device=self.device)
@@ -116,9 +118,7 @@ class Explanation(ForwardPass):
         return as_floats(torch.stack([x.norm(dim=-1) for x in self._streams(stack)]))
 
     def _streams(self, stack: Stack | None = None) -> list[Tensor]:
-        name = self.stack if stack is None else stack
-        self.check("embedding", None, None, name)
-        count = len(self.stacks[name].blocks)
+        name, count = self.stack if stack is None else stack, self._blocks(stack)
         sites = [f"{name}.embedding", *(f"{name}.{i}.mlp.output" for i in range(count))]
         known = self.record(sites)
         return [known[site] for site in sites]  # (T, D) each
@@ -127,6 +127,8 @@ class Explanation(ForwardPass):
         """The top k tokens when the head reads the stream after each layer, for the positions from start to stop."""
         if self.model.kind not in TOKEN_HEADS:
             raise UserError(f"a model with a {self.model.kind} head does not predict tokens, so it has no lens")
+        if k < 1:
+            raise UserError(f"k={k} must be at least 1, for example 5")
         final: Any = body_of(self).norm
         tokens, probabilities = list[Tensor](), list[Tensor]()
         for stream in self._streams():
@@ -149,7 +151,7 @@ class Explanation(ForwardPass):
     def edited(self, *edits: Edit, other: ForwardPass | None = None) -> Self:
         """The same text with interventions: everything can be asked of it again. `other` is the text to patch from."""
         changes = [change_of(self, edit, other) for edit in edits]
-        return type(self)(
+        found = type(self)(
             self.model,
             self.tokens,
             spell=self.spell,
@@ -157,6 +159,8 @@ class Explanation(ForwardPass):
             source=self.source,
             changes=[*self.changes, *changes],
         )
+        found.mask, found.predicted = self.mask, self.predicted  # no start token: edits are at positions of this text
+        return found
 
     def effects(
         self,
@@ -188,13 +192,16 @@ class Explanation(ForwardPass):
         """The k likeliest tokens at a position: next tokens, or fills of a masked model."""
         if self.model.kind not in TOKEN_HEADS:
             raise UserError(f"a model with a {self.model.kind} head does not predict tokens")
+        if not -len(self.tokens) <= position < len(self.tokens):
+            raise UserError(f"position={position} is not in the text; positions go from 0 to {len(self.tokens) - 1}")
         return candidates(self.logits[position], k, self.spell)
 
     def surprise(self, mask: int | None = None, start: int | None = None) -> Surprise:
         """Surprisal, entropy and rank of each token; a masked model hides each in turn behind `mask`.
 
         `start` is the token to put before the text, so that the first one is predicted too. Both are those of the
-        tokenizer where the explanation is of a text; special tokens around it are then not predicted.
+        tokenizer where the explanation is of a text; special tokens around it are then not predicted. An edited text
+        has no start token, because edits are at its own positions.
         """
         mask, start = self.mask if mask is None else mask, self.start if start is None else start
         if self.model.kind not in TOKEN_HEADS:
@@ -203,6 +210,8 @@ class Explanation(ForwardPass):
             if mask is None:
                 raise UserError("mask is not given; a bidirectional model needs the mask token's id")
             return self._one_by_one(mask)
+        if start is not None and self.changes:
+            raise UserError(f"start={start}: an edited text has no token before it; leave start out")
         if start is not None:
             row = [start, *self.tokens][: self.model.config.context]
             return surprise(Explanation(self.model, row, spell=str, source=self.source).logits, self.tokens)
@@ -219,7 +228,7 @@ class Explanation(ForwardPass):
             chunk = positions[first : first + MASKED_AT_ONCE]
             batch = row.repeat(len(chunk), 1)
             batch[torch.arange(len(chunk)), chunk] = mask
-            with torch.no_grad():
+            with torch.no_grad(), hooked((self.sites[name], change) for name, change in self.changes):
                 hidden = self.model.body(batch, segments=None if segments is None else segments.expand(len(chunk), -1))
                 found.append(self.model.read(hidden[torch.arange(len(chunk)), chunk][:, None])[:, 0].float())
         logits = torch.cat(found)

@@ -370,7 +370,3 @@ def as_floats(x: Tensor) -> Floats:
 def body_of(seen: ForwardPass) -> Transformer:
     """The stack that the head reads."""
     return seen.stacks[seen.stack]
-
-
-def blocks_of(body: Transformer) -> list[Any]:
-    return list(body.blocks)

@@ -20,6 +20,7 @@ PROBE = 32  # random tokens that are repeated once
 def head_scores(seen: ForwardPass, stack: Stack | None = None, kind: AttentionKind = "attention") -> HeadScores:
     """Mean attention weight of each head on the previous, first, same and induced token of this text, (L, H)."""
     name = seen.stack if stack is None else stack
+    seen.check(f"{kind}.weights", 0, None, name)
     blocks = range(len(seen.stacks[name].blocks))
     seen.record([f"{name}.{i}.{kind}.{part}" for i in blocks for part in "qk"])
     columns = [scores_of(seen, seen.value(f"{kind}.weights", i, None, name), name, kind) for i in blocks]

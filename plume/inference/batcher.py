@@ -188,13 +188,14 @@ class Batcher:
         if sequence.full:
             sequence.slide()
             self._keep(slot, 0)
+        self._keep(slot, len(self.read[slot]))  # a step that was interrupted may have read more
         window = sequence.window
         guesses = sequence.guesses(self.engine.capacity - len(window))
         new = window[len(self.read[slot]) :] + guesses
         return Feed(slot, new, 1 + len(guesses)), guesses
 
     def _keep(self, slot: int, length: int) -> None:
-        if length < self.engine.length(slot):  # more than is noted here, where a step was interrupted
+        if length < self.engine.length(slot):
             self.engine.rewind(slot, length)
         del self.read[slot][length:]
 

@@ -12,7 +12,7 @@ from plume.config import SamplingConfig, UserError
 from plume.inference import sampler
 from plume.inference.batcher import Batcher
 from plume.inference.engine import Engine, Feed
-from plume.inference.sequences import Generation, fit_prompt
+from plume.inference.sequences import Generation, check_prompt, fit_prompt
 from plume.model.likelihood import log_softmax
 from plume.text import Tokenizer
 
@@ -48,8 +48,9 @@ def beam_search(
             from plume.inference.torch_engine import TorchEngine
 
             assert isinstance(engine, TorchEngine), "encoder-decoders run on torch"
-            engine.encode(0, fit_prompt(source, config, engine.capacity + 1, engine.config.vocab_size))
-        search = Search(engine, tokenizer, config, len(tokens))
+            check_prompt(source, engine.config.vocab_size, engine.capacity)
+            engine.encode(0, source)
+        search = Search(engine, tokenizer, config, tokens, after=() if source is not None else tokens[-8:])
         feeds, beams = [Feed(0, tokens)], [Beam(0, tuple(tokens))]
         while beams:
             logits = engine.step(feeds)
@@ -59,11 +60,22 @@ def beam_search(
 
 
 class Search:
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, config: SamplingConfig, prompt_length: int) -> None:
-        self.engine, self.tokenizer, self.config, self.prompt_length = engine, tokenizer, config, prompt_length
+    """Beams after a prompt; a text is spelled as it follows the tokens `after`, which a translation has none of."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        config: SamplingConfig,
+        prompt: Sequence[int],
+        *,
+        after: Sequence[int] = (),
+    ) -> None:
+        self.engine, self.tokenizer, self.config = engine, tokenizer, config
+        self.prompt_length, self.after = len(prompt), after
         self.ends = frozenset((*config.stop_tokens, *(() if config.ignore_eos else tokenizer.ends)))
         self.finished: list[tuple[Beam, str]] = []  # with the reason, best first
-        room = engine.capacity - prompt_length
+        room = engine.capacity - len(prompt)
         self.limit = room if config.max_new_tokens is None else min(room, config.max_new_tokens)
 
     def advance(self, beams: list[Beam], logits: Any) -> list[Beam]:
@@ -114,8 +126,14 @@ class Search:
         """The beam when it has just come to a stop text."""
         if not self.config.stop or len(beam.logprobs) < self.config.min_new_tokens:
             return None
-        text = self.tokenizer.decode(beam.tokens[self.prompt_length :])
+        text = self._text(beam.tokens[self.prompt_length :])
         return beam if any(stop in text for stop in self.config.stop) else None
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        streamer = self.tokenizer.streamer()
+        for token in self.after:
+            streamer.push(token)
+        return "".join(map(streamer.push, tokens)) + streamer.flush()
 
     def _finish(self, beam: Beam, reason: str) -> None:
         self.finished.append((beam, reason))
@@ -154,7 +172,7 @@ class Search:
     def _generation(self, beam: Beam, reason: str) -> Generation:
         new = beam.tokens[self.prompt_length :]
         shown = new[:-1] if new and new[-1] in self.ends else new
-        text = self.tokenizer.decode(shown)
+        text = self._text(shown)
         cuts = [at for at in (text.find(stop) for stop in self.config.stop) if at >= 0]
         return Generation(
             text=text[: min(cuts)] if cuts else text,

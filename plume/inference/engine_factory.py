@@ -7,6 +7,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -56,7 +57,7 @@ def why_not_cpu(config: ModelConfig) -> str | None:
 
 
 def wants_cpu(config: ModelConfig, wanted: EngineConfig) -> bool:
-    """Whether to use the CPU engine; a note or an error when it was asked for and cannot be had."""
+    """Whether to use the CPU engine; a note, or an error where it was asked for, when it cannot run the model."""
     if wanted.engine == "torch" or wanted.precision in ("bfloat16", "float16"):
         return False
     elsewhere = gpu_here() if wanted.device == "auto" else wanted.device != "cpu"
@@ -157,7 +158,8 @@ def _forget_older(path: Path, label: str) -> None:
     if path.parent.name == ".plume":
         for other in path.parent.glob(f"cpu-{label}-*.bin"):
             if other != path:
-                other.unlink(missing_ok=True)
+                with suppress(OSError):  # Windows keeps a file that another process has open
+                    other.unlink()
 
 
 class EngineHandle:

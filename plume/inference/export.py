@@ -46,6 +46,8 @@ class Exported:
 
 def export(config: ExportConfig) -> Exported:
     """Write a model folder in another format, run it, and compare."""
+    if config.path.is_dir():
+        raise UserError(f"out={config.path} is a folder; name a file, such as {config.path / 'model.gguf'}")
     folder = resolve(config.model)
     model = load_model(folder)
     if model.config.recurrent:

@@ -16,7 +16,7 @@ from plume.hf import EmbeddingConfig
 from plume.hf.config_json import Pooling
 from plume.inference import sampler
 from plume.inference.batcher import Batcher
-from plume.inference.sequences import SequenceState, check_ids, healing
+from plume.inference.sequences import SequenceState, check_ids, healing, token_ids
 from plume.model.likelihood import Floats, log_softmax
 from plume.text import Tokenizer
 from plume.util import drawings
@@ -139,7 +139,7 @@ def fill_mask(model: Model, tokenizer: Tokenizer, text: str | Sequence[int], k: 
     """For each mask in the text, the k likeliest tokens there."""
     if k < 1:
         raise UserError(f"k={k} must be at least 1, for example 5")
-    ids = tokenizer.encode(text, allow_special=True) if isinstance(text, str) else text
+    ids = tokenizer.encode(text, allow_special=True) if isinstance(text, str) else token_ids(tokenizer, text)
     _, logits = mask_logits(model, tokenizer, ids)
     return [likeliest(tokenizer, row, k) for row in logits]
 
@@ -166,8 +166,8 @@ def next_sentence(
 
     head = model.head
     if not isinstance(head, Pretraining):
-        raise UserError(f"a model with a {model.kind} head was not pretrained to tell the next sentence; BERT's are")
-    parts = [tokenizer.encode(text) if isinstance(text, str) else list(text) for text in (first, second)]
+        raise UserError(f"a model with a {model.kind} head was not pretrained on next-sentence prediction; BERT's is")
+    parts = [token_ids(tokenizer, text) for text in (first, second)]
     whole, segments = tokenizer.add_special_tokens(*parts)
     check_ids(whole, model.config.vocab_size)
     if len(whole) > model.config.context:
@@ -196,6 +196,10 @@ def embed(
     import torch
 
     pooled = pooling(model, pool if pool is not None else "mean" if settings is None else settings.pool)
+    if batch < 1:
+        raise UserError(f"batch={batch} must be at least 1, for example 32")
+    if not texts:
+        return np.empty((0, model.config.width * (len(layers) if isinstance(layers, Sequence) else 1)), np.float32)
     encoded = with_special_tokens(model, tokenizer, texts, None if settings is None else settings.max_tokens)
     with torch.inference_mode(), model.eval_mode():
         rows = [
@@ -264,14 +268,17 @@ def pooling(model: Model, pool: Pool) -> Callable[[Tensor, Tensor], Tensor]:
         if summary is None:
             raise UserError("this model has no summary of its own; pool=mean always works")
         return summary
-    return {"mean": mean_pool, "max": max_pool, "cls": lambda hidden, lengths: hidden[:, 0]}[pool]
+    pools = {"mean": mean_pool, "max": max_pool, "cls": lambda hidden, lengths: hidden[:, 0]}
+    if pool not in pools:
+        raise UserError(f"pool={pool!r} does not exist; mean, max, cls and summary do")
+    return pools[pool]
 
 
 def with_special_tokens(
     model: Model, tokenizer: Tokenizer, texts: Sequence[str | Sequence[int]], longest: int | None
 ) -> list[list[int]]:
     """The ids of each text with the family's special tokens, cut on the right to what fits."""
-    given = [tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts]
+    given = [token_ids(tokenizer, text) for text in texts]
     for ids in given:
         check_ids(ids, model.config.vocab_size)
     most = model.config.context if longest is None else min(longest, model.config.context)

@@ -12,7 +12,9 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from plume.config import Overflow, SamplingConfig, Speculation, TopPRule, UserError, advice
+from plume.config import Overflow, SamplingConfig, Speculation, TopPRule, UserError, advice, build
+from plume.config.fields import refuse
+from plume.config.recipes import wrong_choices
 from plume.model.likelihood import Floats, log_softmax
 
 Ids = np.ndarray[Any, np.dtype[np.int64]]
@@ -57,10 +59,16 @@ def with_options(config: SamplingConfig | None, options: SamplingOptions) -> Sam
     given: dict[str, Any] = {**options}
     if unknown := [name for name in given if name not in known]:
         raise UserError("; ".join(f"there is no option {name!r}{advice(SamplingConfig, name)}" for name in unknown))
-    for name in given.keys() & {"stop", "stop_tokens"}:
-        value = given[name]
-        given[name] = (value,) if isinstance(value, str | int) else tuple(value)
-    return replace(SamplingConfig() if config is None else config, **given)
+    base = SamplingConfig() if config is None else config
+    try:
+        for name, alone in (("stop", str), ("stop_tokens", int)):
+            if name in given:
+                given[name] = (given[name],) if isinstance(given[name], alone) else tuple(given[name])
+        found = replace(base, **given)
+    except TypeError:  # a value of another type, which this names
+        return build(SamplingConfig, {f.name: getattr(base, f.name) for f in fields(base)} | given)
+    refuse(wrong_choices(found))
+    return found
 
 
 def largest(scores: Floats, k: int) -> Ids:

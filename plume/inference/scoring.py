@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
-from plume.config import UserError
+from plume.config import Boundary, UserError
 from plume.inference.outputs import fill_all_masks, token_text
 from plume.model.likelihood import Floats, joined, score_rows
 from plume.model.likelihood import Score as Score
@@ -256,6 +256,20 @@ def compute_alone(ready: Barrier) -> None:
 
 
 # ---- text to requests, scores to text ----------------------------------------------------------------------------
+
+
+def pair(context: str, continuation: str, tokenizer: Tokenizer, boundary: Boundary) -> tuple[list[int], list[int]]:
+    """Two texts as tokens, encoded together and cut, or each for itself. Spaces at the context's end go with the
+    continuation."""
+    bare = context.rstrip()
+    continuation = context[len(bare) :] + continuation
+    if not bare:
+        return [], tokenizer.encode(continuation)
+    if boundary == "separate":
+        return tokenizer.encode(bare), tokenizer.encode(continuation)
+    before = tokenizer.encode(bare)
+    after = tokenizer.encode(bare + continuation)[len(before) :]
+    return before, after if after else tokenizer.encode(continuation)  # merged into the context without a trace
 
 
 def windows(

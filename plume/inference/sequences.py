@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from plume.inference.engine import Engine
 
 SHOWN_CHARACTERS = 60  # of a text in its short form
+EMPTY_PROMPT = "the prompt is empty; None, or --unconditional at the command line, samples from the start token"
 Guess = Callable[[Sequence[int], int], list[int]]  # the text so far, how many at most -> tokens that may follow
 
 
@@ -82,12 +83,32 @@ def check_ids(tokens: Sequence[int], vocab_size: int, where: str = "") -> None:
         raise UserError(f"token id {wrong}{where} is outside the vocabulary (0 to {vocab_size - 1})")
 
 
+def token_ids(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
+    """The ids of a text, or those that are given."""
+    if isinstance(text, str):
+        return tokenizer.encode(text)
+    try:
+        return [int(i) for i in text]
+    except (TypeError, ValueError):
+        raise UserError(f"expected a text or a list of token ids, not {text!r}") from None
+
+
+def check_prompt(prompt: Sequence[int], vocab_size: int, context: int | None = None) -> None:
+    """Refuse a prompt that cannot be read, or not as a whole where a context is given."""
+    if len(prompt) == 0:
+        raise UserError(EMPTY_PROMPT)
+    check_ids(prompt, vocab_size)
+    if context is not None and len(prompt) > context:
+        raise UserError(f"the prompt has {len(prompt)} tokens, the context holds {context}")
+
+
 def fit_prompt(prompt: Sequence[int], config: SamplingConfig, context: int, vocab_size: int) -> list[int]:
     """The prompt, checked, and cut from the left when it is too long and the policy allows that."""
-    if len(prompt) == 0:
-        raise UserError("the prompt is empty; leave it out for a sample from the start token")
-    check_ids(prompt, vocab_size)
-    check_ids((*config.logit_bias, *config.stop_tokens), vocab_size, " in logit_bias or stop_tokens")
+    check_prompt(prompt, vocab_size)
+    named = (*config.logit_bias, *config.stop_tokens)
+    if not all(isinstance(token, int) for token in named):
+        raise UserError("logit_bias and stop_tokens take token ids as whole numbers, such as logit_bias={50256: -5.0}")
+    check_ids(named, vocab_size, " in logit_bias or stop_tokens")
     if len(prompt) < context:
         return list(prompt)
     new = 1 if config.max_new_tokens is None else config.max_new_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,11 @@ KINDS: list[type[TaskKind]] = [  # a table is of the first kind that its columns
     ClassifyTask,
     GenerateTask,
 ]
+CALLS = {  # of models that are not fine-tuned, by their head
+    "next-token": 'generate("...")',
+    "masked-token": 'fill_mask("... [MASK] ...")',
+    "pretraining": 'fill_mask("... [MASK] ...")',
+}
 
 
 def kind_named(name: str) -> type[TaskKind]:
@@ -62,6 +68,13 @@ def saved_kind(folder: Path | None) -> str | None:
     return None if settings is None else settings.kind
 
 
+def how_to_ask(head: str, place: str, *, two_stacks: bool = False, task: str | None = None) -> str:
+    """How to use a model in Python and over HTTP; `task` is the kind that it was fine-tuned for."""
+    kind = kind_for_head(head) if task is None else kind_named(task)
+    call = CALLS[head] if kind is None or (head in CALLS and task is None and not two_stacks) else kind.call
+    return f"use it in Python: plume.load({place!r}).{call}, or over HTTP: plume serve {shlex.quote(place)}"
+
+
 class Predictor:
     """A model with the head of a task, and the settings that its folder holds."""
 
@@ -73,7 +86,9 @@ class Predictor:
 
     def kind(self, settings: TaskSettings | None = None) -> TaskKind:
         chosen = self.settings if settings is None else settings
-        return kind_named(chosen.kind)(chosen, self.tokenizer, causal=self.model.config.causal)
+        kind = kind_named(chosen.kind)
+        self.need(kind.head)
+        return kind(chosen, self.tokenizer, causal=self.model.config.causal)
 
     def predict(self, rows: Sequence[Mapping[str, Any]], kind: TaskKind | None = None) -> list[Prediction]:
         """A prediction for each row, given by the fields of the task."""
@@ -142,8 +157,11 @@ def _checked(kind: TaskKind, row: Mapping[str, Any], number: int) -> Example:
             f"row {number} has no {missing[0]!r}; a {kind.name} task has the fields {', '.join(kind.fields)}"
         )
     for name, value in row.items():
-        if not value or not all(str(v).strip() for v in (value if isinstance(value, list) else [value])):
+        several = name in ("words", "choices")
+        if not value or not all(str(v).strip() for v in (value if several else [value])):
             raise UserError(f"{name} {number} is empty")
+        if not isinstance(value, list if several else str | int | float):
+            raise UserError(f"{name} {number} is {value!r}; it must be a {'list of texts' if several else 'text'}")
     return Example(dict(row), None, f"row {number}")
 
 

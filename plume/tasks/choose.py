@@ -19,6 +19,7 @@ from plume.data.tables import Row
 from plume.model.heads import Model
 from plume.tasks import baselines, metrics
 from plume.tasks.baselines import Baseline
+from plume.tasks.classify import as_number
 from plume.tasks.schema import Columns, Example, Prediction, Target, TaskSettings, text_list
 from plume.tasks.task_kind import TaskKind, TaskOptions, hidden_states
 from plume.tasks.token_rows import IMPOSSIBLE, LabelledBatch, LabelledRows, Template
@@ -66,8 +67,9 @@ class ChooseTask(TaskKind):
 
     @classmethod
     def joined_columns(cls, field: str, columns: Sequence[str]) -> str:
-        found = sorted(column for column in columns if NUMBERED.match(column)) if field == "choices" else []
-        return "+".join(found) if len(found) > 1 else ""
+        matches = [found for column in columns if (found := NUMBERED.match(column))] if field == "choices" else []
+        matches.sort(key=lambda m: (m[1], len(m[2]), m[2]))  # 2 before 10
+        return "+".join(m.string for m in matches) if len(matches) > 1 else ""
 
     @classmethod
     def field_value(cls, field: str, row: Row, column: str) -> Any:
@@ -92,10 +94,10 @@ class ChooseTask(TaskKind):
         index = _index(value)
         if isinstance(value, str) and value in choices:
             found = choices.index(value)
-            if index is not None and index != found and index < len(choices):
+            if index is not None and index != found and 0 <= index < len(choices):
                 raise UserError(
-                    f"the label {value!r} is the text of choice {found} and the index of another; "
-                    f"the letter {LETTERS[found]} or {LETTERS[index]} says which"
+                    f"the label {value!r} is the text of choice {found} and the index of another; give the label as "
+                    "a number in JSON for an index, or as a letter from A on"
                 )
             return int(found)
         letters = LETTERS[: len(choices)]
@@ -167,7 +169,5 @@ class ChooseTask(TaskKind):
 
 
 def _index(value: Any) -> int | None:
-    try:
-        return int(value)
-    except (TypeError, ValueError):
-        return None
+    number = as_number(value)
+    return int(number) if number is not None and number.is_integer() else None

@@ -13,6 +13,7 @@ from plume.config import ModelConfig, UserError
 from plume.data.batches import decoder_start
 from plume.explain import Explanation, explain
 from plume.inference.scoring import start_tokens
+from plume.inference.sequences import token_ids
 from plume.model.heads import TOKEN_HEADS, Model
 from plume.tasks import Predictor
 from plume.tasks.generate import end_token
@@ -52,15 +53,11 @@ def explained_rows(
     return task_rows(Predictor(model, tokenizer, folder), text, pair)
 
 
-def token_ids(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
-    return tokenizer.encode(text) if isinstance(text, str) else [int(i) for i in text]
-
-
 def plain_row(model: Model, tokenizer: Tokenizer, text: str | Sequence[int], pair: str | None) -> ExplainedRow:
     """A text for a language model: as it is if causal; with special tokens, and masks, if bidirectional."""
     if model.config.causal and model.kind in TOKEN_HEADS:
         return ExplainedRow(token_ids(tokenizer, text))
-    ids = tokenizer.encode(text, allow_special=True) if isinstance(text, str) else [int(i) for i in text]
+    ids = tokenizer.encode(text, allow_special=True) if isinstance(text, str) else token_ids(tokenizer, text)
     tokens, segments = tokenizer.add_special_tokens(ids, tokenizer.encode(pair) if pair else None)
     return ExplainedRow(tokens, segments if model.config.segments > 1 else None)
 

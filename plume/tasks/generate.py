@@ -18,14 +18,14 @@ from plume.data.tables import TABLES, Row, Tally, suffix_of
 from plume.inference.batcher import Batcher
 from plume.inference.beam import beam_search
 from plume.inference.engine_factory import engine_for
-from plume.inference.sequences import Generation, SequenceState
+from plume.inference.sequences import Generation, SequenceState, token_ids
 from plume.model.heads import Model
 from plume.model.loss import TensorBatch, token_features, token_loss
 from plume.model.ragged import LengthGroups
 from plume.model.transformer import Transformer
 from plume.tasks import metrics
 from plume.tasks.baselines import Baseline, each
-from plume.tasks.readers import aligned_rows, table_rows
+from plume.tasks.readers import LocatedRow, aligned_rows, table_rows
 from plume.tasks.schema import Columns, Example, Prediction, TaskSettings, text_value
 from plume.tasks.task_kind import RowReader, TaskKind, TaskOptions
 from plume.tasks.token_rows import GPT1_TOKENS, Numbers, Truncation, shares
@@ -163,9 +163,7 @@ class GenerateTask(TaskKind):
         first = next(table_rows(path, config, Tally()), None) if suffix_of(path) in TABLES else None
         if first is None or not ("messages" in first[1] or {"instruction", "output"} <= first[1].keys()):
             return None
-        return lambda path, targets: (
-            (where, turn) for where, row in table_rows(path, config, skipped) for turn in chat_turns(row)
-        )
+        return lambda path, targets: chat_rows(table_rows(path, config, skipped), config, skipped)
 
     @classmethod
     def settings_for(cls, settings: TaskSettings, examples: Sequence[Example]) -> TaskSettings:
@@ -281,7 +279,7 @@ class GenerateTask(TaskKind):
 def translate(batcher: Batcher, tokenizer: Tokenizer, source: str, config: SamplingConfig) -> Generation:
     """The output of an encoder-decoder for a source text, by beam search; greedy with one beam."""
     context = batcher.engine.config.context
-    ids = [*tokenizer.encode(source)[: context - 1], end_token(tokenizer)]  # as in training
+    ids = [*token_ids(tokenizer, source)[: context - 1], end_token(tokenizer)]  # as in training
     return beam_search(batcher, tokenizer, [decoder_start(tokenizer)], config, source=ids)
 
 
@@ -307,6 +305,18 @@ def chat_text(messages: Sequence[tuple[str, str]]) -> str:
     return "".join(f"{role}: {content}\n\n" for role, content in messages) + ANSWER
 
 
+def chat_rows(rows: Iterator[LocatedRow], config: TaskConfig, skipped: Tally) -> Iterator[LocatedRow]:
+    for where, row in rows:
+        try:
+            turns = list(chat_turns(row))
+        except UserError as error:
+            if not config.skip_bad_rows:
+                raise UserError(f"{where}: {error}; correct it, or skip such rows with --task.skip_bad_rows") from None
+            skipped.add(str(error), where)
+            continue
+        yield from ((where, turn) for turn in turns)
+
+
 def chat_turns(row: Row) -> Iterator[Row]:
     """A source and target for each answer of a chat, or for an instruction with its input."""
     if "messages" not in row:
@@ -315,10 +325,10 @@ def chat_turns(row: Row) -> Iterator[Row]:
         return
     messages = row["messages"]
     if not isinstance(messages, list) or not all(
-        isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+        isinstance(m, dict) and all(isinstance(m.get(name), str) for name in ("role", "content")) for m in messages
     ):
-        raise UserError('messages must be a list such as [{"role": "user", "content": "..."}, ...]')
-    turns = [(str(m["role"]), str(m["content"])) for m in messages]
+        raise UserError('messages must be a list such as [{"role": "user", "content": "..."}, ...], each with a text')
+    turns = [(m["role"], m["content"]) for m in messages]
     for place, (role, content) in enumerate(turns):
         if role == "assistant":
             yield {"source": chat_text(turns[:place]), "target": content}

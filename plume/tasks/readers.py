@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections import Counter
@@ -45,7 +44,7 @@ def is_conll(path: Path, *, named: bool = False) -> bool:
 
 def _sniffed(path: Path) -> list[str]:
     with open_bytes(path) as stream:
-        text = stream.read(SNIFFED).decode("utf-8", errors="replace")
+        text = stream.read(SNIFFED).decode("utf-8-sig", errors="replace")
     return text.split("\n")[:-1] if len(text) > 1 else []
 
 
@@ -72,8 +71,12 @@ def conll_rows(path: Path, skipped: Tally | None = None) -> Iterator[LocatedRow]
     """
     read = _conllu_word if is_conllu(path) else _conll_word
     words, tags, begun = list[str](), list[str](), 1
-    with io.TextIOWrapper(open_bytes(path), encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
+    with open_bytes(path) as stream:
+        for number, raw in enumerate(stream, 1):
+            try:
+                line = raw.decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path} line {number} is not UTF-8 text: {error}") from None
             if not line.strip() or line.startswith("-DOCSTART-"):
                 if words:
                     yield f"{path} line {begun}", {"words": words, "tags": tags}
@@ -163,7 +166,7 @@ def aligned_rows(path: Path, targets: str | None) -> Iterator[LocatedRow]:
     """Line n of one file with line n of another."""
     if targets is None:
         raise UserError(f"{path} needs the file of its targets: set task.validation_targets or task.test_targets")
-    with path.open(encoding="utf-8") as left, Path(targets).open(encoding="utf-8") as right:
+    with path.open(encoding="utf-8-sig") as left, Path(targets).open(encoding="utf-8-sig") as right:
         try:
             for number, (source, target) in enumerate(zip(left, right, strict=True), 1):
                 yield f"{path} line {number}", {"source": source.rstrip("\r\n"), "target": target.rstrip("\r\n")}

@@ -76,6 +76,8 @@ class TagTask(TaskKind):
 
     @classmethod
     def label_value(cls, value: Any, fields: Mapping[str, Any], column: str) -> list[str]:
+        if not isinstance(value, str | list):
+            raise UserError(f"{column} is {value!r}; it should hold a tag for each word")
         tags = value.split() if isinstance(value, str) else [str(tag) for tag in value]
         if len(tags) != len(fields["words"]):
             raise UserError(f"{len(tags)} tags for {len(fields['words'])} words")

@@ -45,6 +45,8 @@ def room_on_disk(path: Path) -> Iterator[None]:
 @contextmanager
 def aside(path: Path) -> Iterator[Path]:
     """A hidden name to write a file or a folder under; it takes its place, whatever was there, when it is complete."""
+    if not path.name:
+        raise UserError(f"{path} has no name that could be written to; name a file, or a folder below it")
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     remove(hidden)
     try:
@@ -66,7 +68,12 @@ def stream_aside(path: Path) -> Iterator[BinaryIO]:
 
 
 def swap_in(new: Path, place: Path) -> None:
-    """Rename; a folder, which cannot be renamed over another, makes the old one step away first."""
+    """Rename; a folder, which cannot be renamed over another, makes the old one step away first.
+
+    A file never takes the place of a folder, which may hold anything.
+    """
+    if place.is_dir() and not new.is_dir():
+        raise UserError(f"{place} is a folder, and a file would replace it; name a file")
     if not place.is_dir():
         new.replace(place)
         return

@@ -9,7 +9,8 @@ from stories import story, write_rows
 from plume.config import EvaluateConfig, UserError
 from plume.evaluate import eval_tasks, evaluate
 from plume.evaluate.eval_tasks import TASKS, book_file, find_rows, find_task
-from plume.evaluate.items import PROTOCOLS, TaskRow, pair
+from plume.evaluate.items import PROTOCOLS, TaskRow
+from plume.inference.scoring import pair
 from plume.text import load_tokenizer
 
 GOOD = {"context": "The cat went to the house and it ate", "choices": ["milk", "hay", "bones"], "answer": 0}
@@ -73,6 +74,19 @@ def test_items_beyond_the_context(trained_folder, tmp_path):
     assert run(trained_folder, str(file))["endless"].first.skipped == 1
 
 
+def test_texts_with_nothing_to_score(trained_folder, tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(UserError, match="none of the 1 items of empty has a token that could be scored"):
+        run(trained_folder, str(tmp_path / "empty.txt"))
+
+
+def test_an_answer_that_is_none_of_the_options(trained_folder, tmp_path):
+    row = {"article": "A text.", "question": "Why?", "options": ["so", "or"], "answer": "C"}
+    file = write_rows(tmp_path / "race.jsonl", [row])
+    with pytest.raises(UserError, match=r"line 1: answer='C' is not one of 'A', 'B'"):
+        run(trained_folder, f"race={file}")
+
+
 def test_questions_beyond_the_context(trained_folder, tmp_path):
     """The same rule where the model writes, also for answers that an earlier run has kept."""
     rows = [{"question": "who is it", "answer": ["Ann"]}, {"question": story(1, 9), "answer": ["Bob"]}]
@@ -87,9 +101,9 @@ def test_questions_beyond_the_context(trained_folder, tmp_path):
 
 
 def test_a_masked_model_is_refused_where_text_is_written(masked_folder, trained_folder, shared, made):
-    with pytest.raises(UserError, match=r"squad lets the model write on, and .* is a masked model"):
+    with pytest.raises(UserError, match=r"squad generates text, and .* is a masked model"):
         run(masked_folder, "squad", data=shared / "data")
-    with pytest.raises(UserError, match=r"lambada-fill fills in masks, and .* is not a masked model"):
+    with pytest.raises(UserError, match=r"lambada-fill needs a masked model, and .* is none"):
         run(trained_folder, "lambada-fill", data=made)
 
 
@@ -245,7 +259,7 @@ def test_scrambled_words_keep_their_letters():
 
 def test_made_tasks_run(trained_folder):
     result = run(trained_folder, "arithmetic-2d-plus", limit=5, protocol="gpt3-paper")["arithmetic-2d-plus"].first
-    assert result.items == 5 and result.data == "made"
+    assert result.items == 5 and result.data == "synthetic"
 
 
 def test_the_childrens_book_test(tmp_path):

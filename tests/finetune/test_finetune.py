@@ -10,11 +10,14 @@ import transformers
 from cluster import as_ray_would
 from families import FAMILIES
 from matplotlib.font_manager import get_font_names
-from tiny import BAD, GOOD, random_base, tokenizer_of, write_reviews
+from tiny import BAD, GOOD, config_of, random_base, tokenizer_of, write_reviews
 
 import plume
 from plume.config import PRESETS, AdaptConfig, FinetuneConfig, TaskConfig, UserError
+from plume.model.heads import Model
 from plume.model.ragged import length_groups
+from plume.tasks import Predictor
+from plume.tasks.schema import TaskSettings
 from plume.tasks.token_rows import Grouped, LabelledRows
 from plume.train.finetune import finetune, seeds_of
 from plume.train.finetune_plan import learning_rate
@@ -350,6 +353,22 @@ def test_predictions_of_the_wrong_head_or_of_nothing(place):
         lm.classify(["x"])
     with pytest.raises(UserError, match="masked-token head, not tag"):
         lm.tag(["x"])
+    with pytest.raises(UserError, match="masked-token head, not classify"):
+        lm.predict([{"text": "x"}])
+    with pytest.raises(UserError, match="masked-token head, not classify"):
+        lm.evaluate(place / "reviews.csv")
+
+
+def test_what_is_no_text_is_not_read_as_its_python_form(place):
+    settings = TaskSettings(kind="pair", labels=("no", "yes"), length=32)
+    model = Model(config_of("bert"), "classify", ("no", "yes"))
+    predictor = Predictor(model, tokenizer_of("bert"), None)
+    predictor.settings, predictor.known = settings, True
+    with pytest.raises(UserError, match=r"text 0 is \['a film', 'a bore'\]; it must be a text"):
+        predictor.classify([["a film", "a bore"]], ["x"])
+    with pytest.raises(UserError, match=r"pair 0 is \['a bore'\]; it must be a text"):
+        predictor.classify(["a film"], [["a bore"]])
+    assert predictor.classify(["a film"], ["a bore"])[0].label in ("no", "yes")
 
 
 def test_test_rows_without_labels_are_predicted(place):

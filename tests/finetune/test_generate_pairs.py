@@ -106,9 +106,18 @@ def test_chats_and_instructions_have_a_source_for_each_answer(tmp_path):
     path.write_text((json.dumps(asked) + "\n") * 4)
     one = load_task(TaskConfig(train=str(path), validation=str(path))).train[0]
     assert one.fields["source"] == "user: Add.\n\n1 2\n\nassistant:" and one.label == "3"
-    path.write_text(json.dumps({"messages": ["hi"]}) + "\n")
-    with pytest.raises(UserError, match="messages must be a list"):
+
+
+@pytest.mark.parametrize("content", [None, [{"type": "text", "text": "hi"}]])
+def test_messages_without_a_text_are_named_or_skipped(tmp_path, content):
+    path = tmp_path / "chat.jsonl"
+    good = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+    bad = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": content}]}
+    path.write_text("".join(json.dumps(row) + "\n" for row in (good, bad, {"messages": ["hi"]}, good)))
+    with pytest.raises(UserError, match=r"chat\.jsonl line 2: messages must be a list .* each with a text; .*skip_bad"):
         load_task(TaskConfig(train=str(path), validation=str(path)))
+    data = load_task(TaskConfig(train=str(path), validation=str(path), skip_bad_rows=True))
+    assert [e.label for e in data.train] == ["hello", "hello"] and sum(data.skipped.counts.values()) == 4
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------

@@ -135,6 +135,24 @@ def test_conll_columns(tmp_path):
     assert data.train[1].fields["words"] == ["Peter", "Black"] and data.train[1].label == ["B-PER", "I-PER"]
 
 
+def test_conll_files_with_a_byte_order_mark_or_in_another_encoding(tmp_path):
+    path = tmp_path / "a.conllu"
+    word = "1\tZoë\tZoë\tPROPN\t_\t_\t0\troot\t_\t_\n2\tsings\tsing\tVERB\t_\t_\t1\tx\t_\t_\n\n"
+    path.write_text("# sent_id = 1\n" + word * 3, encoding="utf-8-sig", newline="\r\n")
+    data = load_task(TaskConfig(train=str(path), validation=str(path)))
+    assert data.train[0].fields["words"] == ["Zoë", "sings"] and data.train[0].label == ["PROPN", "VERB"]
+    path.write_text(word * 3, encoding="latin-1")
+    with pytest.raises(UserError, match=r"a\.conllu line 1 is not UTF-8 text"):
+        load_task(TaskConfig(train=str(path)))
+
+
+def test_tags_that_are_no_list_are_named_with_their_line(tmp_path):
+    rows = [{"words": ["a", "b"], "tags": ["X", "Y"]}, {"words": ["a", "b"], "tags": 5}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UserError, match=r"line 2: tags is 5; it should hold a tag for each word.*skip_bad_rows"):
+        load_task(TaskConfig(train=str(tmp_path / "a.jsonl")))
+
+
 def test_squad_with_and_without_answers(tmp_path):
     qas = [
         {"id": "1", "question": "who?", "answers": [{"answer_start": 0, "text": "Mary"}]},
@@ -157,12 +175,29 @@ def test_choices_in_columns_or_in_a_list(tmp_path):
         assert data.train[0].fields["choices"] == ["so we left", "so we swam"] and data.train[0].label == 1
 
 
+def test_ten_choices_in_columns_keep_their_order(tmp_path):
+    names = [f"choice_{n}" for n in range(1, 12)]
+    lines = [",".join(["It rained", *(f"text {n}" for n in range(1, 12)), label]) for label in ("1", "10")]
+    path = rows(tmp_path / "a.csv", ",".join(["context", *names, "label"]), *lines)
+    found = load_task(TaskConfig(train=path, validation=path)).train
+    assert found[0].fields["choices"] == [f"text {n}" for n in range(1, 12)]
+    assert [e.fields["choices"][e.label] for e in found] == ["text 2", "text 11"]
+
+
+@pytest.mark.parametrize("label", ["3", 1.5])
+def test_a_label_that_is_no_one_choice(tmp_path, label):
+    row = {"context": "c", "choices": [str(n) for n in (*range(4, 16), 3)], "label": label}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match=r"text of choice 12 and the index of another|neither an index, a letter nor"):
+        load_task(TaskConfig(train=str(tmp_path / "a.jsonl")))
+
+
 def test_aligned_files(tmp_path):
-    (tmp_path / "a.en").write_text("one\ntwo\n")
+    (tmp_path / "a.en").write_text("one\ntwo\n", encoding="utf-8-sig")
     (tmp_path / "a.de").write_text("eins\nzwei\n")
     both = {"train": str(tmp_path / "a.en"), "targets": str(tmp_path / "a.de")}
     data = load_task(TaskConfig(**both, validation=both["train"], validation_targets=both["targets"]))
-    assert data.kind == "generate" and data.train[1].label == "zwei"
+    assert data.kind == "generate" and data.train[1].label == "zwei" and data.train[0].fields["source"] == "one"
 
 
 @pytest.mark.parametrize(

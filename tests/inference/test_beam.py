@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from plume.config import EngineConfig, ModelConfig, SamplingConfig
+from plume.config import EngineConfig, ModelConfig, SamplingConfig, TokenizerConfig
 from plume.hf import save_model
 from plume.inference.beam import beam_search
 from plume.lm import LM
 from plume.model.heads import Model
+from plume.text import train_tokenizer
 
 
 def test_beam_search_is_that_of_transformers(trained, tokenizer, tmp_path):
@@ -84,3 +85,19 @@ def test_a_search_that_may_write_nothing_more_ends(lm):
     bias = dict.fromkeys(range(6, lm.config.vocab_size), -math.inf)
     found = lm.generate([0, 1], beams=2, no_repeat_ngram=1, logit_bias=bias, ignore_eos=True, max_new_tokens=20)
     assert sorted(found.tokens) == [2, 3, 4, 5] and found.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["gpt1-bpe", "wordpiece"])
+def test_a_found_text_follows_its_prompt_as_a_written_one_does(kind, random_model):
+    """Where the space between two words is in no token of its own."""
+    config = TokenizerConfig(kind=kind, vocab_size=120, special_tokens="gpt1" if kind == "gpt1-bpe" else "bert")
+    tokenizer = train_tokenizer(config, ["the robot in the house, a hill and the river"] * 3)
+    lm = LM(None, tokenizer, EngineConfig(engine="torch"), random_model(vocab_size=tokenizer.vocab_size))
+    for prompt in ("the robot", "a hill and"):
+        (sequence,) = lm.start(prompt, SamplingConfig(temperature=0, ignore_eos=True))
+        found = lm.generate(prompt, beams=3, max_new_tokens=5, ignore_eos=True)
+        for token in found.tokens:
+            sequence.accept([(token, None, ())], [])
+        sequence.stop()
+        assert found.text == sequence.result().text
+    lm.close()

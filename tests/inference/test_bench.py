@@ -10,7 +10,7 @@ from rich.console import Console
 from benchmarks.peers import PEERS, installed
 from plume import bench
 from plume.bench import OWN, BenchEngine, Setting
-from plume.config import DecodeBenchConfig
+from plume.config import DecodeBenchConfig, UserError
 
 ENGINES = {name: ("plume", make) for name, make in OWN.items()} | PEERS
 PROMPTS, LONG = [[5, 6, 7], [8, 9, 10]], list(range(3, 19))
@@ -135,6 +135,14 @@ def test_a_random_folder_has_the_presets_shape(monkeypatch, tmp_path, random_mod
     model = transformers.AutoModelForCausalLM.from_pretrained(bench.random_folder("gpt2", tmp_path))
     assert (model.config.vocab_size, model.config.n_embd, model.config.n_layer) == (300, shape.width, shape.layers)
     assert np.isfinite(model.get_input_embeddings().weight.detach().numpy()).all()
+
+
+@pytest.mark.parametrize(("answer", "kind"), [("UserError: no head", UserError), ("OSError: no head", RuntimeError)])
+def test_a_users_mistake_in_an_engines_process_stays_one(answer, kind):
+    one = bench.Contender.__new__(bench.Contender)
+    one._line = SimpleNamespace(recv=lambda: answer)
+    with pytest.raises(kind, match="^no head$" if kind is UserError else "^OSError"):
+        one._answer()
 
 
 def test_lengths_are_cut_to_the_context():

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,14 +11,15 @@ import pytest
 from families import FAMILIES, random_model
 
 import plume
-from plume.cli.generate_command import Conversation, answer
+from plume.cli.generate_command import Conversation, answer, remember_lines
 from plume.cli.main import main
 from plume.cli.verbs import settings
 from plume.config import GenerateConfig, SamplingConfig, UserError
 from plume.evaluate.subject import check_head
 from plume.hf import save_model
-from plume.lm import LM, how_to_ask
+from plume.lm import LM
 from plume.model.heads import HEADS
+from plume.tasks import how_to_ask
 
 
 def test_one_prompt_is_streamed(trained_folder, capsys):
@@ -58,7 +60,7 @@ def test_a_file_of_prompts(trained_folder, tmp_path, suffix, capsys):
 def test_standard_input_is_one_prompt_or_one_per_line(trained_folder, monkeypatch, capsys):
     options = ["--seed", "1", "--max-new-tokens", "5", "--threads", "2"]
     for words, prompts in (([], ["def a(\nimport"]), (["--prompts", "-"], ["def a(", "import"])):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"def a(\nimport")))
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfdef a(\r\nimport\r\n")))
         assert main(["generate", str(trained_folder), *words, *options]) == 0
         said = capsys.readouterr().out
         if words:
@@ -66,6 +68,18 @@ def test_standard_input_is_one_prompt_or_one_per_line(trained_folder, monkeypatc
         else:
             assert main(["generate", str(trained_folder), prompts[0], *options]) == 0
             assert capsys.readouterr().out == said
+
+
+def test_the_command_ends_where_the_folder_says(trained_folder, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(trained_folder, folder, ignore=shutil.ignore_patterns(".plume"))
+    whole = plume.load(folder, engine="torch").generate("def a(", temperature=0, max_new_tokens=20)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": whole.tokens[4]}))
+    expected = plume.load(folder, engine="torch").generate("def a(", temperature=0, max_new_tokens=20)
+    assert expected.finish_reason == "stop" and whole.text.startswith(expected.text) and expected.text != whole.text
+    words = ["--temperature", "0", "--max-new-tokens", "20", "--engine.engine", "torch"]
+    assert main(["generate", str(folder), "def a(", *words]) == 0
+    assert capsys.readouterr().out == expected.text + "\n"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +90,7 @@ def test_standard_input_is_one_prompt_or_one_per_line(trained_folder, monkeypatc
         (["x", "--top-k", "0"], "top_k=0"),
         (["x", "--stop", ""], "zero length"),
         (["x", "--temprature", "1"], "did you mean"),
-        ([""], "empty"),
+        ([""], "the prompt is empty; None, or --unconditional"),
         (["x " * 100], "context holds 64"),
         (["--prompts", "nowhere.txt"], "there is no file nowhere.txt"),
     ],
@@ -143,6 +157,15 @@ def test_the_terminal_session_survives_mistakes_and_interrupts(lm, monkeypatch, 
     assert "there is no command /nonsense" in out and "hello" in out
 
 
+def test_a_user_without_a_home_has_no_history(monkeypatch):
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", unknown)
+    remember_lines()
+
+
 def test_an_interrupted_answer_ends_its_line():
     """So that what is said next does not stand behind it."""
 
@@ -175,6 +198,7 @@ def test_every_head_says_how_it_is_asked():
         assert method is not None and callable(getattr(LM, method[1])), head
         assert "plume serve 'my runs/a'" in said
     assert "plume.load('a').translate(" in how_to_ask("next-token", "a", two_stacks=True)
+    assert "plume.load('a').translate(" in how_to_ask("next-token", "a", task="generate")  # a GPT with its prompts
 
 
 @pytest.mark.parametrize(("task", "call"), [("pair", 'classify(["..."], ["..."])'), ("multilabel", "predict([")])

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numba import types
 from waiting import wait_until
 
 from plume.config import EngineConfig, ModelConfig, UserError
@@ -21,6 +22,7 @@ from plume.hf import read_tensors, save_model
 from plume.inference import engine_factory
 from plume.inference.cpu import cpu_engine, forward
 from plume.inference.cpu.cpu_engine import CpuEngine
+from plume.inference.cpu.lanes import compiled, entry
 from plume.inference.cpu.pack import (
     cache_paths,
     entry_sizes,
@@ -415,6 +417,26 @@ def test_packed_weights_follow_the_files_they_come_from(random_model, tokenizer,
     before = source_hash(folder)
     torch.save({n: 2 * t for n, t in torch.load(folder / "pytorch_model.bin").items()}, folder / "pytorch_model.bin")
     assert source_hash(folder) != before
+
+
+@compiled
+def _sum(x: int, n: int) -> int:
+    return x + n
+
+
+@entry
+def _sums(x: int) -> int:
+    i = 0
+    while i < 3:
+        x = _sum(x, i)
+        i += 1
+    return _sum(x, 5)
+
+
+def test_a_function_is_compiled_once_for_constants_and_variables():
+    """numba would compile it for 0, for 5 and for any number; the code on disk is made anew with its sources."""
+    assert _sums(1) == 9
+    assert _sum.signatures in ([], [(types.int64, types.int64)])  # none where the outer one was loaded
 
 
 @pytest.mark.slow

@@ -264,6 +264,28 @@ def test_an_interrupted_step_leaves_no_trace(open_lm, monkeypatch):
             assert lm.generate(PROMPT, temperature=0, max_new_tokens=8, n=2).tokens == expected
 
 
+def test_an_interrupted_step_changes_no_other_sequence(open_lm, monkeypatch):
+    """Ctrl-C in one thread, whose step also advanced the sequence of another."""
+    lm = open_lm(EngineConfig(engine="torch", slots=2))
+    expected = lm.generate(PROMPT, temperature=0, max_new_tokens=8).tokens
+    (sequence,) = lm.start(PROMPT, SamplingConfig(temperature=0, max_new_tokens=8))
+    lm.batcher.add(sequence)
+    lm.batcher.step()
+    step = lm.engine.step
+
+    def pressed(feeds):
+        step(feeds)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lm.engine, "step", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        lm.generate("another thread's", temperature=0)
+    monkeypatch.setattr(lm.engine, "step", step)
+    while sequence.finish_reason is None:
+        lm.batcher.step()
+    assert sequence.result().tokens == expected
+
+
 def test_guesses_leave_the_distribution_alone(lm):
     """First tokens after a lookup guess, over many seeds, against the model's own probabilities."""
     prompt = "the a the a the"
@@ -370,6 +392,21 @@ def test_embeddings_do_not_depend_on_padding(lm):
         (lambda lm: lm.generate("a", top_p=2.0), "top_p=2.0"),
         (lambda lm: lm.generate("a", stop=""), "zero length"),
         (lambda lm: lm.stream("a", n=2), "single sample"),
+        (lambda lm: lm.stream(["a", "b"]), "one prompt can be streamed"),
+        (lambda lm: lm.generate(5), "a text or a list of token ids, not 5"),
+        (lambda lm: lm.generate([["a"]]), r"a list of token ids, not \['a'\]"),
+        (lambda lm: lm.next_tokens([5] * 65), "the prompt has 65 tokens, the context holds 64$"),
+        (lambda lm: lm.score(""), "the text is empty"),
+        (lambda lm: lm.score("", given="a"), "the text is empty"),
+        (lambda lm: lm.score("a", given=["b"]), r"a list of token ids, not \['b'\]"),
+        (lambda lm: lm.predict([{"text": "a"}]), "row 0 has no 'source'"),
+        (lambda lm: lm.generate("a", overflow="cut"), "overflow='cut' is none of refuse, truncate, slide"),
+        (lambda lm: lm.embed("a", pool="median"), "pool='median' does not exist; mean"),
+        (lambda lm: lm.embed(["a"], batch=0), "batch=0 must be at least 1"),
+        (lambda lm: lm.generate("a", temperature="hot"), "temperature: input should be a valid number, .* not 'hot'"),
+        (lambda lm: lm.generate("a", temperature=None), "temperature: input should be a valid number, not None"),
+        (lambda lm: lm.generate("a", stop=5), "stop.0: input should be a valid string, not 5"),
+        (lambda lm: lm.generate("a", logit_bias={"5": 1.0}), "token ids as whole numbers"),
         (lambda lm: lm.generate("a", beams=20), "slots=20"),
         (lambda lm: lm.generate("a", speculate="draft"), "draft"),
         (lambda lm: lm.next_tokens("a", k=0), "k=0"),

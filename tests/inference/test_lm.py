@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+import plume
 from plume.cli.generate_command import run_batch
-from plume.config import EngineConfig, SamplingConfig
+from plume.config import EngineConfig, SamplingConfig, UserError
+from plume.inference import engine_factory
 from plume.inference.scoring import score_text, scorer_for
 from plume.lm import LM, load
 from plume.text import load_tokenizer
@@ -66,12 +68,36 @@ def test_one_text_or_a_list(lm):
     )
     assert lm.score(some) == [lm.score(p) for p in some]
     assert lm.next_tokens(some, k=3) == [lm.next_tokens(p, k=3) for p in some]
+    assert lm.suggest(some) == [lm.suggest(p) for p in some]
+    ids, short = np.array(lm.encode(some[0])), {"seed": 1, "max_new_tokens": 3}
+    assert lm.generate(ids, **short) == lm.generate(torch.tensor(ids), **short) == lm.generate(some[0], **short)
+    assert lm.embed([]).shape == (0, lm.config.width) and lm.embed([], layers=[0, 1]).shape == (0, 2 * lm.config.width)
     explained = lm.explain(some)
     assert [e.tokens for e in explained] == [lm.explain(p).tokens for p in some]
     together = lm.embed(some)
     assert together.shape == (3, lm.config.width)
     np.testing.assert_allclose(lm.embed(some[0]), together[0], atol=1e-5)
     assert isinstance(lm.similarity("a", "b"), float)
+
+
+def test_an_engine_that_does_not_exist(trained_folder):
+    for wrong, message in (({"engine": "gpu"}, "engine='gpu' is none of"), ({"precision": "fp16"}, "precision='fp16'")):
+        with pytest.raises(UserError, match=message):
+            plume.load(trained_folder, **wrong)
+
+
+def test_older_packed_weights_that_another_process_has_open(tmp_path, monkeypatch):
+    """As on Windows: they stay, and the new ones are used."""
+    path = tmp_path / ".plume" / "cpu-int8-new.bin"
+    path.parent.mkdir()
+    (path.parent / "cpu-int8-old.bin").touch()
+
+    def refused(self, missing_ok=False):
+        raise PermissionError
+
+    monkeypatch.setattr(type(path), "unlink", refused)
+    engine_factory._forget_older(path, "int8")
+    assert [p.name for p in path.parent.iterdir()] == ["cpu-int8-old.bin"]
 
 
 def test_translations_of_a_list(open_lm):
@@ -139,6 +165,8 @@ def test_a_score_after_given_text(lm):
     assert [t.id for t in found.tokens] == whole[len(given) :]
     assert found.logprob == pytest.approx(expected, abs=1e-3)
     assert lm.score(whole[len(given) :], given=given) == found
+    assert lm.score("in the house", given="the robot ") == found  # the space belongs to a token of the text
+    assert [t.text for t in lm.score("llo", given="he").tokens] == ["ll", "o"]  # one token together, none is left over
 
 
 def test_every_scorer_gives_one_perplexity(lm):

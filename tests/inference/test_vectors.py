@@ -84,7 +84,7 @@ def test_the_next_sentence_is_that_of_transformers(bert):
 
 def test_a_model_without_the_head_cannot_tell_the_next_sentence(tmp_path):
     transformers.BertForMaskedLM(transformers.BertConfig(**BERT)).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="a masked-token head was not pretrained to tell the next sentence"):
+    with pytest.raises(UserError, match="a masked-token head was not pretrained on next-sentence prediction"):
         plume.load(tmp_path).next_sentence([5], [6])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numba import carray
 
 from plume.inference.cpu import lanes, tiles
-from plume.inference.cpu.lanes import SIGNED_DOT, compiled
+from plume.inference.cpu.lanes import SIGNED_DOT, compiled, entry, linked
 from plume.inference.cpu.pack import GELU, GELU_TANH
 from plume.inference.cpu.panels import (
     FIXED,
@@ -74,7 +74,7 @@ def erf(x: Any) -> Any:
     return x * above / below
 
 
-@compiled
+@entry
 def activate(x: Any, kind: int) -> None:
     if kind == GELU_TANH:
         for i in range(x.size):
@@ -109,7 +109,7 @@ def normalise(source: int, out: int, width: int, norm: int) -> None:
         y[i] = (x[i] - mean) * scale * weights[i] + weights[width + i]
 
 
-@compiled
+@entry
 def quantise(source: int, width: int, row: int, depth: int, first: int, last: int) -> None:
     """The groups first..last of one row of floats as bytes, scales and starting sums (see tiles.py)."""
     groups = depth // GROUP
@@ -152,7 +152,7 @@ def share(rows: int, thread: int, threads: int) -> tuple[int, int]:
     return 2 * (pairs * thread // threads), 2 * (pairs * (thread + 1) // threads)
 
 
-@compiled
+@entry
 def gather(kind: int, at: int, width: int, token: int, out: int) -> None:
     """One row out of panels."""
     x, lane = carray(lanes.floats_at(out), (width,)), token % PANEL
@@ -188,7 +188,7 @@ def half_float(bits: Any) -> Any:
     return -magnitude if bits & np.uint16(0x8000) else magnitude
 
 
-@compiled
+@entry
 def multiply(
     kind: int, weights: int, depth: int, panels: int, until: int, values: int, stride: int, rows: int, bias: int,
     out: int, out_stride: int, memory: int,
@@ -204,6 +204,9 @@ def multiply(
         else:
             one_panel(kind, at, depth, values, stride, rows, start, to, out_stride, memory)
             p += 1
+
+
+multiply_panels = linked(multiply, 12)
 
 
 @compiled

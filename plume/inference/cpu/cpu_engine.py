@@ -12,7 +12,7 @@ from plume.config import UserError
 from plume.inference.batcher import FairLock
 from plume.inference.cpu import forward
 from plume.inference.cpu.forward import MANY
-from plume.inference.cpu.lanes import announced_compilation
+from plume.inference.cpu.lanes import announced_compilation, link
 from plume.inference.cpu.pack import (
     FORWARD,
     GELU,
@@ -99,6 +99,7 @@ class CpuEngine:
             for i in range(1, self.threads)
         ]
         with announced_compilation("decoder" if packed.generates else "encoder"):
+            link()
             self._work(1 % self.threads, 0, 0, 0, patience=0)
             for helper in self._helpers:
                 helper.start()

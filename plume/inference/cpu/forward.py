@@ -11,8 +11,18 @@ import numpy as np
 from numba import carray, types
 
 from plume.inference.cpu import lanes, tiles
-from plume.inference.cpu.arithmetic import ONE, activate, exp, gather, multiply, normalise, padded, quantise, share
-from plume.inference.cpu.lanes import compiled
+from plume.inference.cpu.arithmetic import (
+    ONE,
+    activate,
+    exp,
+    gather,
+    multiply_panels,
+    normalise,
+    padded,
+    quantise,
+    share,
+)
+from plume.inference.cpu.lanes import compiled, entry
 from plume.inference.cpu.pack import (
     ATTN_NORM,
     DOWN,
@@ -266,7 +276,7 @@ def return_to_stream(
     """This thread's columns of x = base + product. The product goes where queries were: nobody needs them any more."""
     begin, end = share(shape.width, thread, shape.threads)
     panel, out, out_stride = shape.panels + thread * shape.panel_bytes, shape.qkv, shape.width_stride
-    multiply(shape.kind, weights, depth, begin, end, values, stride, rows, bias, out, out_stride, panel)
+    multiply_panels(shape.kind, weights, depth, begin, end, values, stride, rows, bias, out, out_stride, panel)
     count = min(end * PANEL, shape.width) - begin * PANEL
     for m in range(rows):
         at = m * shape.width_stride + begin * PANEL * 4
@@ -301,7 +311,7 @@ def forward(
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(3 * width, thread, threads)
-        multiply(
+        multiply_panels(
             kind, at[QKV], depth, begin, end, values, stride, rows, at[QKV_BIAS], shape.qkv, shape.qkv_stride, panel
         )
         meetings = meet(job, threads, meetings)
@@ -321,7 +331,7 @@ def forward(
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(shape.hidden, thread, threads)
-        multiply(
+        multiply_panels(
             kind, at[UP], depth, begin, end, values, stride, rows, at[UP_BIAS], shape.middle, shape.middle_stride, panel
         )
         for m in range(rows):
@@ -355,11 +365,13 @@ def head(shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int
     values, stride = (shape.codes, shape.codes_stride) if shape.int8 else (act, shape.width_stride)
     begin, end = share(shape.vocab, thread, threads)
     panel = shape.panels + thread * shape.panel_bytes
-    multiply(shape.kind, at[HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride, panel)
+    multiply_panels(
+        shape.kind, at[HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride, panel
+    )
     return meet(job, threads, meetings)
 
 
-@compiled
+@entry
 def work_on(
     shape: Shape, table: Any, job: Any, address: int, thread: int, number: int, done: int, tokens: Any, slots: Any,
     positions: Any, wanted: Any, requests: Any, work: Work, meetings: int, patience: int,

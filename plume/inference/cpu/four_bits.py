@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from plume.config import UserError
-from plume.inference.cpu.lanes import compiled
+from plume.inference.cpu.lanes import compiled, entry
 from plume.inference.cpu.panels import LEVELS, PANEL, SMALL_GROUP, Array, padded
 
 CELLS = 512  # half steps from -128 on: the point between two levels is never inside one
@@ -28,7 +28,7 @@ def nearest(value: Any) -> Any:
     return NEAREST[min(max(cell, np.int32(0)), np.int32(CELLS - 1))]
 
 
-@compiled
+@entry
 def fit(groups: Any, scales: Any) -> None:
     """The scale of each group that loses least, in squares weighted by the weights' own."""
     for g in range(groups.shape[0]):
@@ -54,7 +54,7 @@ def fit(groups: Any, scales: Any) -> None:
                 scales[g], best = both / square, both * both / square
 
 
-@compiled
+@entry
 def assign(groups: Any, scales: Any, codes: Any) -> None:
     """The nearest level of each weight."""
     for g in range(groups.shape[0]):

@@ -185,13 +185,44 @@ COMPILE_SECONDS = 600  # after which a process compiles for itself
 FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
 
 
-def compiled(function: Code) -> Code:
+def compiled(function: Code, *, from_python: bool = False) -> Code:
     """Machine code, kept on disk. Sums may be reordered for vectors, but infinities and NaNs keep their meaning."""
-    code: Any = njit(nogil=True, cache=True, error_model="numpy", fastmath=FASTMATH)(function)
+    wrappers = {"no_cpython_wrapper": not from_python, "no_cfunc_wrapper": not from_python}
+    code: Any = njit(nogil=True, cache=True, error_model="numpy", fastmath=FASTMATH, **wrappers)(function)
     # numba asks only whether the function's own file has changed, but what it calls is part of its machine code
     code._cache._cache_file._source_stamp = SOURCES
+    template = code.get_call_template
+    # a constant argument would be compiled for by itself, and the first value of a loop's variable for nothing
+    code.get_call_template = lambda args, names: template([types.unliteral(arg) for arg in args], names)
     result: Code = code
     return result
+
+
+def entry(function: Code) -> Code:
+    """The same of a function that Python calls too."""
+    return compiled(function, from_python=True)
+
+
+LINKED: dict[str, tuple[Any, Any]] = {}  # symbols, with their code and its type
+
+
+def linked(code: Callable[..., None], arguments: int) -> Any:
+    """What compiled code calls a function of so many addresses and sizes by: a symbol, which `link` defines.
+
+    numba takes what a function calls into its own code and optimises it again with each caller, and each caller of
+    those, which takes long where it is large.
+    """
+    name, kind = f"plume_{code.__name__}", types.void(*[types.int64] * arguments)
+    LINKED[name] = code, kind
+    return types.ExternalFunction(name, kind)
+
+
+def link() -> None:
+    """Compile or load the functions that are called by name, before code that calls them is."""
+    for name, (code, kind) in LINKED.items():
+        code.compile(kind.args)
+        made = code.overloads[kind.args]
+        llvm.add_symbol(name, made.library.get_pointer_to_function(made.fndesc.llvm_cfunc_wrapper_name))
 
 
 class Announcer(Listener):  # type: ignore[misc]

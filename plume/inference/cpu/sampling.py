@@ -15,7 +15,7 @@ from numba import carray
 
 from plume.inference.cpu import lanes
 from plume.inference.cpu.arithmetic import exp
-from plume.inference.cpu.lanes import compiled, larger
+from plume.inference.cpu.lanes import compiled, entry, larger
 
 BUCKETS = 1024
 WIDEST = np.float32(32)  # keys from here on share the last bucket: together they have next to no probability
@@ -441,7 +441,7 @@ def answer(request: Any, work: Work) -> None:
         note_top(request, logits, work, request.logprobs)
 
 
-@compiled
+@entry
 def answer_all(requests: Any, count: int, counter: int, work: Work) -> None:
     """Rows until none is left, whichever thread comes first; `counter` is the address of how many were taken."""
     row = lanes.atomic_add(counter, 1)
@@ -450,7 +450,7 @@ def answer_all(requests: Any, count: int, counter: int, work: Work) -> None:
         row = lanes.atomic_add(counter, 1)
 
 
-@compiled
+@entry
 def hash_ids(hashes: Any) -> None:
     for i in range(hashes.size):
         hashes[i] = mixed(np.uint64(i))
