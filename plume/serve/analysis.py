@@ -210,7 +210,11 @@ def translate(served: Served, body: schemas.TranslateRequest) -> dict[str, Any]:
     if not served.lm.config.decoder_layers and served.lm.prompts is None:
         raise wrong_model(served, "translate")
     texts = [body.input] if isinstance(body.input, str) else body.input
-    most = served.config.max_new_tokens if body.max_tokens is None else body.max_tokens
+    limit = served.config.max_new_tokens
+    if body.max_tokens is not None and len(texts) * body.max_tokens > limit:
+        message = f"{len(texts) * body.max_tokens} new tokens over all texts; this server generates {limit}"
+        raise ApiError(400, message, param="max_tokens")
+    most = limit if body.max_tokens is None else body.max_tokens
     config = replace(body.sampling, max_new_tokens=most, n=1, best_of=None, beams=body.beams)
     config = replace(config, length_penalty=body.length_penalty)
     rows = []

@@ -28,7 +28,7 @@ from plume.inference.engine_factory import finite
 from plume.lm import LM
 from plume.serve import analysis, api_errors, chat, completions, explanations, schemas
 from plume.serve.api_errors import ApiError
-from plume.serve.generation import STREAM_HEADERS, sse
+from plume.serve.generation import STREAM_HEADERS
 from plume.serve.middleware import Guard, Metrics, Tracer
 from plume.serve.run_views import Runs, curve, samples
 from plume.serve.served_models import (
@@ -191,19 +191,27 @@ def install_runs(app: FastAPI, runs: Runs) -> None:
         return {"runs": await asyncio.to_thread(runs.listing)}
 
     @app.get("/v1/runs/{name}", tags=["runs"])
-    async def one_run(name: str) -> dict[str, Any]:
+    async def one_run(name: str) -> Response:
         """All metrics and samples of a run."""
-        folder = folder_of(name)
-        return {"name": name, "records": await asyncio.to_thread(lambda: [*curve(folder), *samples(folder)])}
+
+        def content() -> bytes:
+            folder = folder_of(name)
+            return dump_json({"name": name, "records": [*curve(folder), *samples(folder)]})
+
+        return Response(await asyncio.to_thread(content), media_type="application/json")
 
     @app.get("/v1/runs/{name}/events", tags=["runs"])
     async def follow_run(name: str, request: Request) -> StreamingResponse:
         """The same as server-sent events while the run is training, until the server's timeout; then connect again."""
-        news = runs.follow(folder_of(name), lambda: app.state.ready, request.state.deadline)
+        folder = await asyncio.to_thread(folder_of, name)
+        news = runs.follow(folder, lambda: app.state.ready, request.state.deadline)
 
-        async def events() -> AsyncIterator[str]:
+        async def events() -> AsyncIterator[bytes]:
             async for records in news:
-                yield ": keep-alive\n\n" if records is None else sse(records)
+                if records is None:
+                    yield b": keep-alive\n\n"
+                else:
+                    yield b"data: %s\n\n" % await asyncio.to_thread(dump_json, records)
 
         return StreamingResponse(events(), media_type="text/event-stream", headers=STREAM_HEADERS)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -18,7 +19,7 @@ from plume.serve.api_errors import ApiError
 from plume.serve.completions import DONE
 from plume.serve.generation import GeneratedText, TextGeneration, json_logprob, respond, sse
 from plume.serve.scheduler import Update
-from plume.serve.schemas import ChatMessage, ChatRequest, GenerationRequest, ResponsesRequest
+from plume.serve.schemas import ChatMessage, ChatRequest, GenerationRequest, ResponsesRequest, TextOrTokens
 from plume.serve.served_models import Served
 from plume.tasks.generate import chat_text
 
@@ -41,14 +42,30 @@ def own_template(folder: Path | None) -> str | None:
     return None
 
 
-def render(served: Served, messages: Sequence[ChatMessage]) -> tuple[str, bool]:
-    """The prompt, and whether it is of the model's own template, in which special tokens may stand."""
-    source = own_template(served.lm.folder)
-    if source is None:
-        return chat_text([(message.role, message.text) for message in messages]), False
-    from jinja2 import TemplateError
+def refuse_messages(reason: object) -> NoReturn:
+    """What templates call `raise_exception`."""
+    raise ApiError(400, f"the model's chat template refuses these messages: {reason}", param="messages")
+
+
+def template_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as transformers writes it in a template; jinja's own would escape what HTML does not allow."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def render(served: Served, source: str, messages: Sequence[ChatMessage]) -> str:
+    """The prompt by the model's own template, with the functions that transformers gives one."""
+    from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = template_json
+    environment.globals.update(raise_exception=refuse_messages, strftime_now=time.strftime)
     tokenizer = served.lm.tokenizer
     names = {
         "bos_token": "" if tokenizer.start is None else tokenizer.token(tokenizer.start),
@@ -56,10 +73,11 @@ def render(served: Served, messages: Sequence[ChatMessage]) -> tuple[str, bool]:
     }
     rows = [{"role": message.role, "content": message.text} for message in messages]
     try:
-        template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(source)
-        return template.render(messages=rows, add_generation_prompt=True, **names), True
-    except TemplateError as error:
-        raise ApiError(400, f"the model's chat template refuses these messages: {error}", param="messages") from None
+        return environment.from_string(source).render(messages=rows, add_generation_prompt=True, **names)
+    except ApiError:
+        raise
+    except Exception as error:  # a template may add a number to a text, or ask for a field that no message has
+        refuse_messages(error)
 
 
 class ChatGeneration(TextGeneration):
@@ -69,13 +87,16 @@ class ChatGeneration(TextGeneration):
         self, served: Served, body: GenerationRequest, messages: Sequence[ChatMessage], config: SamplingConfig,
         request: Request,
     ) -> None:  # fmt: skip
-        prompt, self.own = render(served, messages)
-        if not self.own:
+        self.messages, self.template = messages, own_template(served.lm.folder)
+        if self.template is None:
             config = replace(config, stop=(*config.stop, *PLAIN_STOPS))
-        super().__init__(served, body, [prompt], config, request)
+        super().__init__(served, body, [None], config, request)
 
-    def prompt_tokens(self, given: Any) -> list[int]:
-        return self.served.tokens_of(given, special=self.own)
+    def prompt_tokens(self, given: TextOrTokens | None) -> list[int]:
+        """Beside the event loop, since a template is a program. Special tokens may stand in one."""
+        if self.template is None:
+            return self.served.tokens_of(chat_text([(message.role, message.text) for message in self.messages]))
+        return self.served.tokens_of(render(self.served, self.template, self.messages), special=True)
 
 
 def new_tokens(served: Served, given: int | None, samples: int) -> int:

@@ -106,6 +106,8 @@ class BoundedConnection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._note_state()
+        if self.write_timer is None and self.transport.get_write_buffer_size() > 0:
+            self.write_timer = self.loop.call_later(self.limits.write_timeout, self._drop_unread)
 
     def shutdown(self) -> None:
         """The server stops. A connection that has not asked anything yet may be about to: it gets a moment for it."""
@@ -150,6 +152,12 @@ class BoundedConnection(H11Protocol):
         if self.write_timer is not None:
             self.write_timer.cancel()
             self.write_timer = None
+
+    def _drop_unread(self) -> None:
+        """The last part of an answer, too small for the transport to pause, may be left unread as little as others."""
+        self.write_timer = None
+        if self.transport.get_write_buffer_size() > 0 and (self.cycle is None or self.cycle.response_complete):
+            self.drop()
 
     def _stop_timers(self) -> None:
         for timer in (self.head_timer, self.write_timer):

@@ -19,7 +19,7 @@ from plume.inference import sampler
 from plume.inference.sequences import FaultIsolatedSequence, TokenChoice, fresh_seed
 from plume.model.likelihood import log_softmax
 from plume.serve.api_errors import ApiError, as_api_error
-from plume.serve.scheduler import ScheduledSequence, Update
+from plume.serve.scheduler import ScheduledSequence, Update, check
 from plume.serve.schemas import GenerationRequest, TextOrTokens
 from plume.serve.served_models import Served, dump_json
 from plume.text import Tokenizer
@@ -112,12 +112,20 @@ class TextGeneration:
     # -- starting
 
     async def start(self) -> None:
-        """Tokenize and score the prompts beside the event loop, then queue every sequence."""
+        """Tokenize and score the prompts beside the event loop, then queue every sequence.
+
+        The reading submits them before it ends: between the two the model would be idle, and might be closed.
+        """
         await self.served.read(self._prepare, self.client, self.deadline)
-        if self.scheduled:
-            self.scheduler.submit(self.scheduled)
 
     def _prepare(self) -> None:
+        self._add_texts()
+        if self.scheduled:
+            with self.scheduler.changed:  # a request that is cancelled here is so before or after, never in between
+                check()
+                self.scheduler.submit(self.scheduled)
+
+    def _add_texts(self) -> None:
         seed = fresh_seed(self.config)
         for given in self._given:
             tokens = self.prompt_tokens(given)

@@ -13,6 +13,7 @@ import time
 import traceback
 import uuid
 from collections import OrderedDict
+from contextlib import suppress
 from typing import IO, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -277,7 +278,8 @@ class Guard:
                 state["client"] = self._key(headers)
         elif not is_this_machine(headers.get("host", "")):  # a web page whose name was made to point here
             raise ApiError(403, "without keys the host must be localhost, a 127.x.x.x address or [::1]")
-        if scope["method"] == "POST" and headers.get("content-type", "").split(";")[0].strip() != "application/json":
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
             raise ApiError(415, "send JSON, with the header Content-Type: application/json")
         if path.startswith("/v1/"):
             wait = self.limiter.take(state["client"], time.monotonic())
@@ -336,7 +338,8 @@ class Guard:
         return {"model": generation.served.name, **usage, **first}
 
     def _write(self, row: dict[str, Any]) -> None:
-        print(json.dumps(row), file=self.log, flush=True)
+        with suppress(OSError, ValueError):  # a full disk, or a closed file, costs the line and not the answer
+            print(json.dumps(row), file=self.log, flush=True)
 
 
 def is_this_machine(host: str) -> bool:

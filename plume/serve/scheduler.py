@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from plume.inference.batcher import Batcher, common
-from plume.inference.engine import Engine, Logits
+from plume.inference.engine import Logits
 from plume.inference.sequences import FaultIsolatedSequence, TokenChoice
 
 T = TypeVar("T")
@@ -131,9 +131,11 @@ class Reading:
 
     @contextmanager
     def alone(self, lock: threading.Lock) -> Iterator[None]:
-        """Hold a lock across pauses. The turn is passed on before: who has the lock may need it."""
+        """Hold a lock across pauses. Turn and slot are passed on before: who has the lock may need them."""
         with self.scheduler.changed:
             self.scheduler.end_turn(self)
+            if self.scheduler.slot_owner is self:
+                self.scheduler.slot_owner = None
             self.scheduler.changed.notify_all()
         while not lock.acquire(timeout=0.05):
             self.check()
@@ -194,6 +196,12 @@ def pause(*_: Any) -> None:
         reading.pause()
 
 
+def check() -> None:
+    """Raise in a reading for which nobody waits any more."""
+    if (reading := CURRENT.get()) is not None:
+        reading.check()
+
+
 def chunks(items: Sequence[T]) -> Iterator[Sequence[T]]:
     """A long list in parts, with a pause between two of them."""
     for at in range(0, len(items), CHUNK):
@@ -223,8 +231,9 @@ class Scheduler:
     """Owns the batcher of one model, or none where the model does not generate.
 
     While there is work of both kinds, generation gets GENERATION_SHARE of the time. Clients take turns for the free
-    slots; the next slice of reading goes to the client that has used the least, and of its readings to the one that
-    has. One slot of the engine is kept for readings.
+    slots, and one that has two more than a client that waits gives one back; the next slice of reading goes to the
+    client that has used the least, and of its readings to the one that has. One slot of the engine is kept for
+    readings.
     """
 
     def __init__(self, batcher: Batcher | None, *, queue: int, name: str = "model") -> None:
@@ -397,7 +406,7 @@ class Scheduler:
 
     def _fill_slots(self) -> None:
         """Start waiting sequences, one of each client in turn."""
-        while self._waiting and len(self._running) < self.slots:
+        while self._waiting and (len(self._running) < self.slots or self._free_slot()):
             with self.changed:
                 client, line = next(iter(self._waiting.items()))
                 request = line.popleft()
@@ -408,6 +417,22 @@ class Scheduler:
             self._running[id(request.sequence)] = request
             assert self.batcher is not None
             self.batcher.add(request.sequence)
+
+    def _free_slot(self) -> bool:
+        """Where a client has two slots more than one that waits, its latest sequence waits again and reads anew."""
+        assert self.batcher is not None
+        running = Counter(request.client for request in self._running.values())
+        fewest = min(self._waiting, key=lambda client: running[client])
+        most, slots = running.most_common(1)[0]
+        if slots < running[fewest] + 2:
+            return False
+        latest = [request for request in self._running.values() if request.client == most][-1]
+        del self._running[id(latest.sequence)]
+        self.batcher.drop(latest.sequence)
+        with self.changed:
+            self._waiting.setdefault(most, deque()).appendleft(latest)
+            self._waiting.move_to_end(fewest, last=False)
+        return True
 
     def _step(self) -> None:
         assert self.batcher is not None
@@ -470,18 +495,3 @@ class Scheduler:
             for slot, read in enumerate(self.batcher.read):
                 self.batcher.engine.rewind(slot, 0)
                 read.clear()
-
-
-class ScheduledBatcher:
-    """The batcher of an LM that is served: whoever asks for logits waits for the turn."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def logits_for(self, tokens: Sequence[int], wanted: int = 1) -> Logits:
-        reading = CURRENT.get()
-        assert reading is not None, "asked for outside a reading"
-        return reading.logits(tokens, wanted)
-
-    def run(self, sequences: Sequence[Any]) -> Any:
-        raise AssertionError("sequences are submitted to the scheduler")

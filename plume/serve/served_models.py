@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -19,13 +19,17 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from anyio import CapacityLimiter, to_thread
 
 from plume.config import EngineConfig, ServeConfig, UserError
 from plume.hf import load_tokenizer_of, resolve
+from plume.inference.batcher import Batcher
+from plume.inference.engine import Engine, Feed, Logits
+from plume.inference.sequences import SequenceState
 from plume.lm import LM
 from plume.serve.api_errors import ApiError
-from plume.serve.scheduler import CHUNK, CURRENT, Busy, ScheduledBatcher, Scheduler, chunks, pause
+from plume.serve.scheduler import CHUNK, CURRENT, Busy, Scheduler, chunks, pause
 from plume.serve.schemas import TextOrTokens
 from plume.util.run_folder import is_run, split_reference
 
@@ -39,7 +43,7 @@ TOKENS_REMEMBERED = 2048  # of explained texts, over all of them
 LONG_TEXT = 50_000  # characters
 BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 NAMES_LISTED = 20  # models in an error message
-FIRST_USED = ("plume.inference.engine_stack", "safetensors.torch", "encodings.idna")  # by some requests
+FIRST_USED = ("plume.inference.engine_stack", "safetensors.torch", "encodings.idna", "jinja2.ext", "jinja2.sandbox")
 TRIM_SECONDS = 60.0  # between two times that free memory is given back
 M_ARENA_MAX = -8  # of glibc's mallopt
 ARENAS = 2  # heaps that all threads share; by default each thread may have its own, with free pages of its own
@@ -52,6 +56,53 @@ class Origin:
     place: str
     run: str | None = None
     step: int | None = None
+
+
+class ScheduledBatcher:
+    """The batcher of an LM that is served: whoever asks for logits waits for the turn."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def logits_for(self, tokens: Sequence[int], wanted: int = 1) -> Logits:
+        reading = CURRENT.get()
+        assert reading is not None, "asked for outside a reading"
+        return reading.logits(tokens, wanted)
+
+    def run(self, sequences: Sequence[SequenceState]) -> Iterator[SequenceState]:
+        """For what a reading writes by itself; requests that generate are submitted to the scheduler."""
+        return Batcher(TurnEngine(self)).run(sequences)
+
+    @contextmanager
+    def exclusive(self) -> Iterator[Engine]:
+        yield TurnEngine(self)
+
+
+class TurnEngine:
+    """Slots of one reading, such as its beams: it knows their tokens and asks for each one's logits when it has the
+    turn, so that a search never keeps others from the engine."""
+
+    def __init__(self, batcher: ScheduledBatcher) -> None:
+        engine = batcher.engine
+        self.name, self.config, self.slots, self.capacity = engine.name, engine.config, engine.slots, engine.capacity
+        self._batcher, self._read = batcher, [list[int]() for _ in range(self.slots)]
+
+    def length(self, slot: int) -> int:
+        return len(self._read[slot])
+
+    def step(self, feeds: Sequence[Feed]) -> Logits:
+        for feed in feeds:
+            self._read[feed.slot] += feed.tokens
+        return np.concatenate([self._batcher.logits_for(self._read[feed.slot], feed.wanted) for feed in feeds])
+
+    def rewind(self, slot: int, length: int) -> None:
+        del self._read[slot][length:]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._read[target] = self._read[source][:length]
+
+    def close(self) -> None:
+        pass
 
 
 class Served:
@@ -261,10 +312,11 @@ class ServedModels:
         self._open: dict[str, Served] = {}
         self._lazy: OrderedDict[str, Served] = OrderedDict()
         self._opening: dict[str, asyncio.Task[Served]] = {}
+        self._wanted = Counter[str]()  # requests that wait for a checkpoint, by its name
         self._one_at_a_time = asyncio.Lock()
 
     def open_all(self) -> None:
-        for module in FIRST_USED:
+        for module in FIRST_USED:  # by some requests
             import_module(module)
         for name, place in named(self.config.models).items():
             lm = open_lm(place, self.config)
@@ -295,11 +347,18 @@ class ServedModels:
             raise ApiError(404, message, param="model", code="model_not_found")
         if name not in self._opening:
             self._opening[name] = asyncio.create_task(self._open_checkpoint(name, known[name]))
-        return await asyncio.shield(self._opening[name])
+        self._wanted[name] += 1
+        try:
+            return await asyncio.shield(self._opening[name])
+        finally:
+            self._wanted[name] -= 1
+            self._wanted += Counter()  # forgets names with none
 
     async def _open_checkpoint(self, name: str, origin: Origin) -> Served:
         try:
             async with self._one_at_a_time:
+                if not self._wanted[name]:  # all who asked have left
+                    raise asyncio.CancelledError
                 lm = await asyncio.to_thread(open_lm, origin.place, self.config)
                 await self._make_room(memory_of(lm))
                 self._lazy[name] = await asyncio.to_thread(Served, name, origin, lm, self.config)

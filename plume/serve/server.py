@@ -121,6 +121,7 @@ def uvicorn_settings(app: FastAPI, config: ServeConfig) -> uvicorn.Config:
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
         timeout_keep_alive=KEEP_ALIVE,
         server_header=False,
+        proxy_headers=False,  # a client would choose the address that its limits go by
         http=bounded_protocol(config),
         ws="none",
         h11_max_incomplete_event_size=HEAD_BYTES,

@@ -11,6 +11,8 @@ import httpx
 import pytest
 from running import serving, slowdown
 
+from plume.serve import server
+
 ASK = {"model": "gpt", "prompt": "The robot", "max_tokens": 4}
 
 
@@ -90,8 +92,6 @@ def test_a_head_has_a_size(small):
 
 
 def test_a_connection_is_closed_when_nothing_comes_after_an_answer(small, monkeypatch):
-    from plume.serve import server
-
     monkeypatch.setattr(server, "KEEP_ALIVE", 1)
     with serving(small) as (site, _), connect(site, b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n") as kept:
         assert 0.5 < closed_after(kept) < 8
@@ -151,6 +151,30 @@ def test_a_reader_that_stops_reading_is_dropped(small, endless):
             time.sleep(0.05)
         assert scheduler.counters.cancelled == 1 and scheduler.running == 0
         stopped.close()
+
+
+def wait_for(check) -> None:
+    until = time.monotonic() + 60
+    while not check():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("last", [b"", b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"])
+def test_the_last_part_of_an_answer_is_not_left_unread(small, monkeypatch, last):
+    """It is too small for the transport to pause, and a connection is not closed before all of it was taken."""
+    kinds, bounded = [], server.bounded_protocol
+    monkeypatch.setattr(server, "bounded_protocol", lambda config: kinds.append(bounded(config)) or kinds[-1])
+    with serving(small, write_timeout=2.0) as (site, _), connect(site, b"", 2048) as stopped:
+        limits, sent = kinds[0].limits, 0
+        wait_for(lambda: limits.idle)
+        (connection,) = limits.idle
+        while connection.transport.get_write_buffer_size() == 0:
+            stopped.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20)
+            sent += 20
+            wait_for(lambda sent=sent: site.log.getvalue().count("/healthz") >= sent)
+        stopped.sendall(last)
+        wait_for(lambda: limits.open.total() == 0)
 
 
 def test_a_stream_that_waits_sends_comments(small, endless, monkeypatch):

@@ -4,6 +4,8 @@ import configparser
 import json
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -50,6 +52,7 @@ def test_every_limit_has_a_row_with_a_test_that_is_there():
 def test_every_file_is_linked_and_the_recipe_is_read():
     assert set(re.findall(r"\]\(deploy/([\w.]+)\)", PAGE)) == {path.name for path in DEPLOY.iterdir()}
     assert config().host == "0.0.0.0" and config().keys
+    assert config().connections_per_address == config().connections  # all clients have the proxy's address
 
 
 def test_the_container_starts_the_server_as_its_own_user():
@@ -62,6 +65,24 @@ def test_the_container_starts_the_server_as_its_own_user():
     compile(json.loads(found["HEALTHCHECK"].split("CMD ")[1])[2], "health check", "exec")
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
     assert all((ROOT / name).exists() for name in copied)
+
+
+def test_the_command_of_the_container_serves_and_stops(models, tmp_path):
+    """With the recipe as it is but for the model, the port and the engine."""
+    recipe = (DEPLOY / "serve.toml").read_text().replace("/models/demo", str(models["gpt"]))
+    recipe = recipe.replace("port = 8000", "port = 0") + '[engine]\nengine = "torch"\n'
+    (tmp_path / "serve.toml").write_text(recipe)
+    lines = dict(line.split(" ", 1) for line in (DEPLOY / "Containerfile").read_text().splitlines() if line)
+    program, *words = [*json.loads(lines["ENTRYPOINT"]), str(tmp_path / "serve.toml")]
+    command = [sys.executable, "-m", program, *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            port = next(found[1] for line in process.stderr if (found := re.search(r" at http://.*:(\d+)/", line)))
+            check = json.loads(lines["HEALTHCHECK"].split("CMD ")[1])[2].replace("8000", port)
+            subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+        finally:
+            process.terminate()
+        assert process.wait(60) == 0
 
 
 def test_compose_mounts_what_the_container_reads():

@@ -1,6 +1,8 @@
 """Keys, limits, slow clients, a full queue, stopping: the right status, and the server lives on."""
 
+import errno
 import hashlib
+import io
 import json
 import signal
 import socket
@@ -9,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -128,6 +131,34 @@ def test_a_full_queue_answers_429_and_recovers(small, endless):
         while scheduler.running + scheduler.waiting and time.monotonic() < until:
             time.sleep(0.02)
         assert client.post("/v1/completions", json=ASK).status_code == 200
+
+
+class FullDisk(io.StringIO):
+    """A log that cannot be written."""
+
+    def write(self, _text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_log_that_cannot_be_written_costs_no_answer(small, monkeypatch):
+    """Nor a connection, nor the message of a defect."""
+    monkeypatch.setattr("running.io", SimpleNamespace(StringIO=FullDisk))
+    with serving(small) as (site, client):
+        first = client.post("/v1/completions", json=ASK)
+        kept = first.extensions["network_stream"].get_extra_info("client_addr")
+        again = client.post("/v1/completions", json=ASK)
+        assert first.status_code == again.status_code == 200
+        assert again.extensions["network_stream"].get_extra_info("client_addr") == kept
+        monkeypatch.setattr(site.app.state.models, "listing", lambda: 1 // 0)
+        broken = client.get("/v1/models")
+        assert broken.status_code == 500 and broken.json()["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON", "APPLICATION/json ; charset=utf-8"])
+def test_content_types_are_read_in_any_case(small, kind):
+    with serving(small) as (_, client):
+        answer = client.post("/v1/completions", content=json.dumps(ASK), headers={"content-type": kind})
+    assert answer.status_code == 200, answer.text
 
 
 def test_time_runs_out_with_408_or_a_last_event(small, endless):

@@ -18,6 +18,7 @@ from plume.serve import new_key, schemas
 from plume.serve.app import GENERATING, READING
 from plume.serve.middleware import METHODS, is_this_machine
 from plume.serve.scheduler import Scheduler
+from plume.util.run_folder import write_recipe
 
 JSON = {"content-type": "application/json"}
 PATIENCE = 60.0  # seconds that anything may take on a busy machine
@@ -365,3 +366,35 @@ def test_fields_have_limits(path, field, fits, more):
     assert schema.model_validate(body | {field: fits})
     with pytest.raises(ValueError, match=field):
         schema.model_validate(body | {field: more})
+
+
+def test_a_client_cannot_choose_its_address(site):
+    """Limits and turns go by address: a header that names another one is not read."""
+    for i in range(3):
+        headers = {"x-forwarded-for": f"203.0.113.{i}", "x-request-id": f"forwarded-{i}"}
+        assert httpx.get(f"{site.url}/v1/models", headers=headers).status_code == 200
+    rows = [json.loads(line) for line in site.log.getvalue().splitlines()]
+    assert {row["client"] for row in rows if row["id"].startswith("forwarded-")} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("path", ["/v1/runs/long", "/v1/runs/long/events"])
+def test_a_long_run_does_not_block_the_loop(small, tmp_path, path, monkeypatch):
+    """Its metrics become JSON beside the event loop, in parts between which other threads run."""
+    from plume.serve import served_models
+
+    folder, made = tmp_path / "long", []
+    folder.mkdir()
+    write_recipe(folder, {"train": {"steps": 200_000}})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": i, "loss": 3.25}) + "\n" for i in range(10_000)))
+    compact = served_models.compact_json
+
+    def noted(value: object) -> str:
+        made.append((threading.current_thread().name, len(value) if isinstance(value, list) else 1))
+        return compact(value)
+
+    monkeypatch.setattr(served_models, "compact_json", noted)
+    with serving(small, runs=tmp_path) as (_, client), client.stream("GET", path) as answer:
+        whole = answer.read() if "events" not in path else next(answer.iter_lines()).removeprefix("data: ")
+    assert [row["step"] for row in json.loads(whole)["records"]] == list(range(10_000))
+    assert sum(size for _, size in made) >= 10_000 and max(size for _, size in made) <= served_models.CHUNK
+    assert all(name.startswith("asyncio_") for name, _ in made)

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -21,6 +23,7 @@ from running import serving, tiny
 from plume.config import SamplingConfig, TokenizerConfig
 from plume.lm import load
 from plume.serve import schemas
+from plume.serve.chat import render
 from plume.text import load_tokenizer
 
 ASK = [{"role": "user", "content": "The robot must obey"}]
@@ -200,8 +203,6 @@ def test_a_chat_stream_is_the_whole_in_parts(ai):
 
 
 def test_a_model_with_a_template_of_its_own_uses_it(models, serve_config, tmp_path, tokenizer, lm):
-    import shutil
-
     folder = tmp_path / "tuned"
     shutil.copytree(models["gpt"], folder)
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}[reply]"
@@ -214,6 +215,47 @@ def test_a_model_with_a_template_of_its_own_uses_it(models, serve_config, tmp_pa
         answer = client.post("/v1/chat/completions", json=body).json()
     assert answer["usage"]["prompt_tokens"] == len(ids)
     assert answer["choices"][0]["message"]["content"] == expected.text
+
+
+TEMPLATES = {
+    "break": "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "json": "{{ messages | tojson }}{{ {'b': '<&>', 'a': 'é'} | tojson(indent=1, sort_keys=true) }}",
+    "date": "{{ strftime_now('%Y') }}{{ messages[0].content }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_have_what_transformers_gives_them(name, models, tmp_path):
+    """loop controls, JSON without HTML's escapes, today."""
+    folder = shutil.copytree(models["gpt"], tmp_path / "tuned")
+    (folder / "chat_template.jinja").write_text(TEMPLATES[name], encoding="utf-8")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    rows = [{"role": "user", "content": "a <b> & 'c'"}, {"role": "assistant", "content": "\u4f60"}]
+    expected = theirs.apply_chat_template(rows, add_generation_prompt=True, tokenize=False)
+    served = SimpleNamespace(lm=SimpleNamespace(tokenizer=load_tokenizer(folder)))
+    assert render(served, TEMPLATES[name], [schemas.ChatMessage(**row) for row in rows]) == expected
+
+
+def test_what_a_template_refuses_is_a_400(models, serve_config, tmp_path):
+    """By `raise_exception`, as most do where roles do not alternate, or by an error of its own."""
+    folder = shutil.copytree(models["gpt"], tmp_path / "tuned")
+    template = (
+        "{% if messages[0].content == 'no' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% if messages[0].content == 'add' %}{{ messages[0].content + 1 }}{% endif %}"
+        "{% if messages[0].content == 'many' %}{{ range(10000000) | list }}{% endif %}{{ messages[0].content }}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    with serving(replace(serve_config, models=(str(folder),), runs=None)) as (_, client):
+
+        def ask(text):
+            body = {"model": "tuned", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+            return client.post("/v1/chat/completions", json=body)
+
+        assert ask("The robot").status_code == 200
+        for text, reason in (("no", "roles must alternate"), ("add", "str"), ("many", "range")):
+            answer = ask(text)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages", (text, answer.text)
+            assert reason in answer.json()["error"]["message"].lower()
 
 
 # ---- responses
@@ -404,6 +446,32 @@ def test_choices_and_translations_are_those_of_python(heads):
     with ThreadPoolExecutor(6) as pool:  # searches share one engine
         again = list(pool.map(lambda _: client.post("/v1/translate", json=body).json(), range(6)))
     assert again == [answer] * 6
+    refused = client.post("/v1/translate", json=body | {"max_tokens": 3000})  # of each text; the server writes 4096
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
     for path, given in (("translate", {"input": "a"}), ("choose", {"input": "a", "choices": ["b", "c"]})):
         refused = client.post(f"/v1/{path}", json={"model": "pretrained", **given})
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "wrong_model"
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_gpt_fine_tuned_to_generate_translates_beside_others(models, serve_config, tmp_path, endless, beams):
+    """Its beams take turns with what is generated meanwhile, and with each other's requests."""
+    folder = shutil.copytree(models["gpt"], tmp_path / "tuned")
+    about = json.loads((folder / "plume.json").read_text()) if (folder / "plume.json").is_file() else {}
+    (folder / "plume.json").write_text(json.dumps(about | {"task": {"kind": "generate", "length": 32}}))
+    body = {"model": "tuned", "input": ["the robot", "once upon", "a house"], "max_tokens": 6, "beams": beams}
+    lm = load(folder, engine="torch")
+    options = {"beams": beams, "length_penalty": 0.6, "max_new_tokens": 6, "top_k": None, "temperature": 0}
+    expected = [lm.translate(text, **options).text for text in body["input"]]
+    config = replace(serve_config, models=(str(folder),), runs=None)
+    with serving(config) as (_, client), ThreadPoolExecutor(4) as pool:
+        stream = {"model": "tuned", "stream": True, "max_tokens": 100}
+        with client.stream("POST", "/v1/completions", json=endless | stream) as beside:
+            lines = beside.iter_lines()
+            next(lines)
+            asked = body | {"temperature": 0}
+            answers = list(pool.map(lambda _: client.post("/v1/translate", json=asked), range(3)))
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+        assert [row["text"] for row in answer.json()["data"]] == expected

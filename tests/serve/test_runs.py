@@ -1,11 +1,15 @@
 """Checkpoints of a run as models: the weights of that step, opened when somebody asks, a few at a time."""
 
+import asyncio
 import json
 import math
 import os
 import pickle
 import shutil
+import threading
+import time
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +21,11 @@ from running import run_server, serving
 
 from plume.hf import load_model, save_model
 from plume.lm import load
+from plume.serve import run_views, served_models
+from plume.serve.api_errors import ApiError
 from plume.serve.run_views import Runs, curve
-from plume.serve.served_models import memory_of, open_lm
+from plume.serve.scheduler import Busy
+from plume.serve.served_models import Origin, ServedModels, memory_of, open_lm
 from plume.serve.server import with_runs
 from plume.train.checkpoint import Checkpoints
 from plume.train.distribute import Ranks
@@ -78,6 +85,79 @@ def test_a_checkpoint_answers_with_its_own_weights(run, models, serve_config):
         assert client.post("/v1/next-tokens", json={"model": "demo@11", "input": "a"}).status_code == 404
     with pytest.raises(StopIteration):
         next(running)
+
+
+@pytest.fixture
+def lazy_models(run, serve_config):
+    """The models of a server that has one checkpoint open at a time; none is opened at the start."""
+    config = replace(serve_config, models=(str(run),), runs=run.parent, checkpoint_bytes=1)
+    made = ServedModels(config, Runs(run.parent).checkpoints)
+    yield made
+    made.close()
+
+
+def test_checkpoints_that_nobody_waits_for_are_not_opened(lazy_models, monkeypatch):
+    """A client asks for all of them and leaves: the one being opened is, the others are not."""
+    opened, begun, go_on = [], threading.Event(), threading.Event()
+
+    def open_slowly(place, config):
+        opened.append(place.rpartition("@")[2])
+        begun.set()
+        assert go_on.wait(60)
+        return open_lm(place, config)
+
+    monkeypatch.setattr(served_models, "open_lm", open_slowly)
+
+    async def ask() -> str:
+        asked = {step: asyncio.create_task(lazy_models.get(f"demo@{step}")) for step in (10, 20, 30, 40)}
+        await asyncio.to_thread(begun.wait, 60)
+        while len(lazy_models._opening) < 4:
+            await asyncio.sleep(0.01)
+        for step in (10, 20, 30):
+            asked[step].cancel()
+        go_on.set()
+        return (await asked[40]).name
+
+    assert asyncio.run(ask()) == "demo@40"
+    assert opened in (["10", "40"], ["20", "40"], ["30", "40"], ["40"])
+    assert not lazy_models._opening and not lazy_models._wanted
+
+
+def test_a_checkpoint_is_not_closed_between_its_prompt_and_its_text(run, serve_config, monkeypatch):
+    """Another is wanted just when the prompt was read and nothing is generated yet: the answer is no 503."""
+    config = replace(serve_config, models=(str(run),), runs=run.parent, checkpoint_bytes=1)
+    with serving(config) as (site, client):
+        models, read = site.app.state.models, served_models.Served.read
+
+        async def then_make_room(self, *given):
+            found = await read(self, *given)
+            with suppress(Busy):
+                await models._make_room(10)
+            return found
+
+        monkeypatch.setattr(served_models.Served, "read", then_make_room)
+        body = {"model": "demo@20", "prompt": "The robot", "max_tokens": 60, "ignore_eos": True, "overflow": "slide"}
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+
+
+def test_an_unknown_model_is_told_some_names(serve_config):
+    made = ServedModels(serve_config, lambda: {f"run@{step}": Origin("run") for step in range(1000)})
+    with pytest.raises(ApiError, match="there is no model 'other'") as refused:
+        asyncio.run(made.get("other"))
+    assert refused.value.message.count("run@") == 20
+
+
+def test_the_stream_of_a_run_sends_comments_and_ends_at_the_timeout(runs_folder, monkeypatch):
+    monkeypatch.setattr(run_views, "EVERY", 0.01)
+    monkeypatch.setattr(run_views, "KEEP_ALIVE", 2)
+
+    async def everything():
+        news = Runs(runs_folder).follow(runs_folder / "first", lambda: True, time.monotonic() + 2)
+        return [records async for records in news]
+
+    first, *others = asyncio.run(everything())
+    assert first["reset"] and others and set(others) == {None}
 
 
 def test_a_corrupt_checkpoint_is_not_served(run, serve_config, tmp_path, capsys):

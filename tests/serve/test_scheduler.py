@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import pytest
@@ -17,13 +17,13 @@ from plume.serve.scheduler import (
     Busy,
     Cancelled,
     Closed,
-    ScheduledBatcher,
     ScheduledSequence,
     Scheduler,
     TimedOut,
     pause,
     unhurried,
 )
+from plume.serve.served_models import ScheduledBatcher
 from plume.text import load_tokenizer
 
 PATIENCE = 60.0  # seconds that anything may take on a busy machine; nothing here is measured in seconds
@@ -217,6 +217,39 @@ def test_clients_take_turns(scheduler, engine, tokenizer):
         written(other)
     order = sorted([*(t for t, _ in many), one], key=lambda t: t.started)
     assert order.index(one) <= 4
+
+
+def test_two_requests_do_not_hold_all_slots_while_another_client_waits(scheduler, engine, tokenizer):
+    """The other is through long before any of theirs, which go on where they were."""
+    engine.gate.clear()
+    long = [ticket(tokenizer, first=10 * i, tokens=50, client="long") for i in range(1, 4)]
+    with scheduler.changed:  # before the first step
+        scheduler.submit([long[0][0]])
+        scheduler.submit([t for t, _ in long[1:]])
+    wait_for(lambda: scheduler.running == 3)
+    short = [ticket(tokenizer, first=85 + i, tokens=3, client="short") for i in range(2)]
+    scheduler.submit([t for t, _ in short])
+    engine.gate.set()
+    for i, (_, moves) in enumerate(short):
+        assert written(moves) == [86 + i, 87 + i, 88 + i]
+    for i, (_, moves) in enumerate(long, start=1):
+        assert written(moves) == [(10 * i + k) % 90 for k in range(1, 51)]
+    others = [number for number, step in enumerate(engine.steps) if max(step) >= 85]
+    assert len(others) == 6 and max(others) < 10
+
+
+def test_slots_are_not_taken_back_for_the_same_share(scheduler, engine, tokenizer):
+    """With as many clients as slots each keeps its own: nothing is read twice."""
+    engine.gate.clear()
+    made = [ticket(tokenizer, first=10 * i, tokens=20, client=str(i % 4)) for i in range(6)]
+    with scheduler.changed:
+        for one, _ in made:
+            scheduler.submit([one])
+    wait_for(lambda: scheduler.running == 3)
+    engine.gate.set()
+    for i, (_, moves) in enumerate(made):
+        assert written(moves) == [(10 * i + k) % 90 for k in range(1, 21)]
+    assert sum(engine.sizes) == 6 * 20
 
 
 def test_a_full_queue_says_when_to_come_again(scheduler, engine, tokenizer):
@@ -436,6 +469,43 @@ def test_generation_has_two_thirds_of_the_time_beside_readings(scheduler, engine
     for one in long:
         one.reading.cancel()
     assert 0.6 < steps / 600 < 0.73
+
+
+def test_one_long_part_does_not_keep_readings_waiting_for_long(scheduler, engine, tokenizer, clock):
+    """A part of 100 seconds cannot be interrupted; generation then has at most 1.5 s more than its share."""
+    log, step = [], engine.step
+    engine.step = lambda feeds: (clock.work(0.01), log.append("step"), step(feeds))[2]
+    writer, _ = ticket(tokenizer, seconds=1e6)
+    writer.sequence.config = SamplingConfig(max_new_tokens=100_000, temperature=0, ignore_eos=True, overflow="slide")
+    scheduler.submit([writer])
+    wait_for(lambda: log)
+
+    def work():
+        for seconds in (100.0, 0.01, 0.01):
+            pause()
+            log.append("part")
+            clock.work(seconds)
+
+    Read(scheduler, work, seconds=1e6).result()
+    scheduler.cancel([writer])
+    first, second = [number for number, what in enumerate(log) if what == "part"][:2]
+    assert 100 < second - first <= 160
+
+
+def test_readings_share_the_slot_of_the_cache(scheduler, engine, clock):
+    """Each may keep it for 0.25 s of its own compute: none waits until another has read everything."""
+    log, step, begin = [], engine.step, threading.Barrier(2)
+    engine.step = lambda feeds: (clock.work(0.01), log.append(feeds[0].tokens[-1]), step(feeds))[2]
+
+    def work(first):
+        begin.wait(PATIENCE)
+        for _ in range(200):
+            ScheduledBatcher(None).logits_for([first, first + 1])
+
+    for one in [Read(scheduler, lambda first=first: work(first), client=str(first), seconds=1e6) for first in (1, 50)]:
+        one.result()
+    runs = [len(list(own)) for _, own in groupby(log)]
+    assert sum(runs) == 400 and len(runs) > 8 and sorted(runs)[-2] <= 30  # the last one may be alone
 
 
 def test_long_lists_are_worked_on_in_turn(scheduler, monkeypatch):
