@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ def describe_data(plan: FinetunePlan) -> str:
     columns = ", ".join(
         f"{field} = {column!r}{' (guessed)' if field in data.guessed else ''}" for field, column in data.columns.items()
     )
-    what = f"{data.kind}, {'a number' if data.target == 'number' else 'labels'}"
+    what = data.kind + (", a number" if data.target == "number" else ", labels" if data.labels else "")
     low, middle, high, top = (int(q) for q in np.quantile(plan.train.lengths, [0, 0.5, 0.95, 1]))
     lines = [
         f"- task: {what}; columns: {columns}",
@@ -113,7 +114,9 @@ def describe_run(
         *describe_mistakes(plan, predictions),
     ]
     if plan.rates:
-        tried = [[f"{one.lr:.2g}", f"{abs(one.loss):.4f}"] for one in plan.rates]
+        tried = [
+            [f"{one.lr:.2g}", f"{abs(one.loss):.4f}" if math.isfinite(one.loss) else "diverged"] for one in plan.rates
+        ]
         lines += ["## Search for the learning rate", "", *table(["learning rate", "score"], tried)]
     pictures = ["search.png", "curve.png", "confusion.png"]
     lines += [f"![{name}]({name})" for name in pictures if (config.folder / name).is_file()]
