@@ -1,7 +1,11 @@
-"""Fine-tuning against transformers' Trainer: same first weights, and with --exact the same batches without dropout.
+"""Fine-tuning against transformers' Trainer: same first weights, batches and schedule, no dropout.
 
-`python -m benchmarks.scores trainer` runs it. The first weights are a small BERT, pretrained for some minutes on the
-texts of the tasks without their labels; its head is drawn by Plume and handed to transformers.
+`python -m benchmarks.scores trainer` runs it, with --own-order also with each one's order and dropout. The first
+weights are a small BERT, pretrained for some minutes on the texts of the tasks without their labels, and for Multi30k
+a small encoder-decoder with random weights; heads are drawn by Plume and handed to transformers.
+
+The loss of a span has one intended difference: transformers gives padding a share of the softmax, Plume does not.
+Training windows of SQuAD therefore have one length, so that no batch has padding.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from benchmarks.finetune import CPU
 from benchmarks.results import Row, report
 from plume.config import (
     PRESETS,
@@ -34,14 +39,22 @@ from plume.config import (
 )
 from plume.hf import load_model, save_model
 from plume.lab.verdicts import paired_test
+from plume.model.heads import Model
+from plume.tasks.generate import PairRows
 from plume.tasks.token_rows import Grouped, LabelledRows
-from plume.train.finetune import build_model, finetune, measured, train_config
+from plume.text import Tokenizer, load_tokenizer, train_tokenizer
+from plume.train.distribute import Ranks
+from plume.train.finetune import build_model, measured, run_seed, train_config
 from plume.train.finetune_plan import FinetunePlan, make_plan
 from plume.train.optim import rate
 from plume.train.pretrain import pretrain
+from plume.util.devices import choose_precision
 
 SETTINGS = {"batch": 32, "warmup_ratio": 0.1, "weight_decay": 0.01, "grad_clip": 1.0}
 SQUAD_ROWS = 4  # a window of SQuAD costs as much as so many rows of the others
+SQUAD_LENGTH = 128
+EPOCHS = {"squad": 2, "multi30k": 6}  # times as many as of the others: fewer rows, and random first weights
+RATES = {"multi30k": 3}  # times the rate of the others
 
 
 def accuracy(logits: Any, true: Any) -> float:
@@ -58,7 +71,7 @@ def correlation(found: Any, true: Any) -> float:
     return float(np.corrcoef(np.squeeze(found), true)[0, 1])
 
 
-# the measure of transformers' logits; none: an answer's F1, of its weights
+# the measure of transformers' logits; none: Plume's, an answer's F1 or BLEU, of its weights
 MEASURES: dict[str, Callable[[Any, Any], float] | None] = {
     "sst2": accuracy,
     "rte": accuracy,
@@ -66,7 +79,9 @@ MEASURES: dict[str, Callable[[Any, Any], float] | None] = {
     "stsb": correlation,
     "chnsenticorp": accuracy,
     "squad": None,
+    "multi30k": None,
 }
+NOTES = {"squad": "; windows without padding", "multi30k": "; BLEU, German to English, random first weights"}
 TEXT_COLUMNS = {"sst2": (0,), "rte": (1, 2), "cola": (3,), "stsb": (-3, -2)}
 
 
@@ -89,29 +104,64 @@ def squad_pages(data: Path) -> list[dict[str, Any]]:
     return pages
 
 
-def write_task(place: Path, data: Path, name: str, rows: int) -> TaskConfig:
-    """A task's training rows in a fixed random order, and rows to validate on, as Plume's own reader takes them."""
-    place.mkdir(parents=True, exist_ok=True)
-    if name in TEXT_COLUMNS:
-        head, body = glue_lines(data, name)
-        random.Random(0).shuffle(body)
-        (place / "train.tsv").write_text("\n".join([*head, *body[:rows]]) + "\n", encoding="utf-8")
-        (place / "dev.tsv").write_bytes((data / name / "dev.tsv").read_bytes())
-        return TaskConfig(train=str(place), name=name, length=64)
-    if name == "squad":
-        pages = squad_pages(data)
-        asked = [{**p, "title": page["title"], "qas": p["qas"][:2]} for page in pages for p in page["paragraphs"]]
-        random.Random(0).shuffle(asked)
-        count = max(4, rows // SQUAD_ROWS // 2)
-        for file, part in (("train", asked[:count]), ("dev", asked[count : 2 * count])):
-            (place / f"{file}.json").write_text(json.dumps({"data": [{"paragraphs": part}]}), encoding="utf-8")
-        return TaskConfig(train=str(place / "train.json"), validation=str(place / "dev.json"), kind="span", length=128)
+def write_glue(place: Path, data: Path, name: str, rows: int, held: int) -> TaskConfig:
+    head, body = glue_lines(data, name)
+    random.Random(0).shuffle(body)
+    (place / "train.tsv").write_text("\n".join([*head, *body[:rows]]) + "\n", encoding="utf-8")
+    dev = (data / name / "dev.tsv").read_text(encoding="utf-8").splitlines()
+    (place / "dev.tsv").write_text("\n".join(dev[: held + len(head)]) + "\n", encoding="utf-8")
+    return TaskConfig(train=str(place), name=name, length=64)
+
+
+def write_squad(place: Path, data: Path, rows: int, tokenizer: Tokenizer) -> TaskConfig:
+    """A question for each paragraph, whose context ends where the window is full: batches have no padding."""
+    paragraphs = [p for page in squad_pages(data) for p in page["paragraphs"]]
+    random.Random(0).shuffle(paragraphs)
+    count = max(8, rows // SQUAD_ROWS)
+    asked = [cut for p in paragraphs if (cut := full_window(p, tokenizer)) is not None][: 2 * count]
+    for file, part in (("train", asked[:count]), ("dev", asked[count:])):
+        (place / f"{file}.json").write_text(json.dumps({"data": [{"paragraphs": part}]}), encoding="utf-8")
+    files = {"train": str(place / "train.json"), "validation": str(place / "dev.json")}
+    return TaskConfig(**files, kind="span", length=SQUAD_LENGTH)
+
+
+def full_window(paragraph: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any] | None:
+    """The first question of a paragraph with as much of the context as fits; none where that is too little."""
+    question, pieces = paragraph["qas"][0], tokenizer.pieces(paragraph["context"])
+    room = SQUAD_LENGTH - len(tokenizer.add_special_tokens(tokenizer.encode(question["question"]), [])[0])
+    if len(pieces) < room:
+        return None
+    context = paragraph["context"][: pieces[room - 1].end]
+    answers = [a for a in question["answers"] if a["answer_start"] + len(a["text"]) <= len(context)]
+    return {"context": context, "qas": [{**question, "answers": answers}]} if answers else None
+
+
+def write_reviews(place: Path, data: Path, rows: int, held: int) -> TaskConfig:
     reviews = hotel_reviews(data)
     random.Random(0).shuffle(reviews)
-    for file, some in (("train", reviews[:rows]), ("dev", reviews[rows : rows + 800])):
+    for file, some in (("train", reviews[:rows]), ("dev", reviews[rows : rows + held])):
         lines = [json.dumps({"text": row["review"], "label": row["label"]}) for row in some]
         (place / f"{file}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     return TaskConfig(train=str(place / "train.jsonl"), validation=str(place / "dev.jsonl"), kind="classify", length=64)
+
+
+def write_translations(place: Path, data: Path, rows: int, held: int) -> TaskConfig:
+    for file, count in (("train", rows), ("val", held // 4)):  # texts are written one by one
+        for side in ("de", "en"):
+            lines = (data / "multi30k" / f"{file}.{side}").read_text(encoding="utf-8").splitlines()[:count]
+            (place / f"{file}.{side}").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    sides = {"train": "train.de", "targets": "train.en", "validation": "val.de", "validation_targets": "val.en"}
+    return TaskConfig(**{name: str(place / file) for name, file in sides.items()}, kind="generate", length=64)
+
+
+def write_task(place: Path, data: Path, name: str, rows: int, held: int, base: Path) -> TaskConfig:
+    """A task's training rows in a fixed random order, and rows to validate on, as Plume's own reader takes them."""
+    place.mkdir(parents=True, exist_ok=True)
+    if name in TEXT_COLUMNS:
+        return write_glue(place, data, name, rows, held)
+    if name == "squad":
+        return write_squad(place, data, rows, load_tokenizer(base))
+    return (write_translations if name == "multi30k" else write_reviews)(place, data, rows, held)
 
 
 def unlabelled(data: Path) -> Iterator[str]:
@@ -158,6 +208,17 @@ def pretrained(folder: Path, data: Path, steps: int) -> Path:
     return result.model
 
 
+def translator(folder: Path, data: Path) -> Path:
+    """A small encoder-decoder with random weights. Its attention has biases, as transformers' class has."""
+    files = [data / "multi30k" / f"train.{side}" for side in ("de", "en")]
+    texts = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()[:2000]]
+    tokenizer = train_tokenizer(TokenizerConfig(kind="wordpiece", vocab_size=1000), texts)
+    shape = {"layers": 1, "decoder_layers": 1, "width": 64, "heads": 2, "context": 64, "mlp_width": None}
+    config = replace(PRESETS["transformer-laptop"], vocab_size=tokenizer.vocab_size, attention_bias=True, **shape)
+    torch.manual_seed(0)
+    return save_model(Model(config, "next-token"), folder, tokenizer=tokenizer)
+
+
 # ---- one seed on either side -------------------------------------------------------------------------------------
 
 
@@ -170,8 +231,10 @@ class Outcome:
     apart: float
 
 
-def items(rows: LabelledRows, *, regression: bool) -> list[dict[str, Any]]:
+def items(rows: LabelledRows | PairRows, *, regression: bool) -> list[dict[str, Any]]:
     """Plume's token rows as a Trainer takes them."""
+    if isinstance(rows, PairRows):
+        return [{"input_ids": a, "labels": b} for a, b in zip(rows.sources, rows.targets, strict=True)]
     found = []
     for number in range(len(rows)):
         inside = slice(*rows.starts[rows.firsts[number] : rows.firsts[number] + 2])
@@ -212,9 +275,10 @@ def make_trainer(plan: FinetunePlan, start: Path, place: Path, seed: int, *, exa
             return self.lr_scheduler
 
     transformers.set_seed(seed)
-    auto = transformers.AutoModelForQuestionAnswering
-    if plan.kind.name != "span":
-        auto = transformers.AutoModelForSequenceClassification
+    auto = {
+        "span": transformers.AutoModelForQuestionAnswering,
+        "generate": transformers.AutoModelForSeq2SeqLM,
+    }.get(plan.kind.name, transformers.AutoModelForSequenceClassification)
     settings = transformers.TrainingArguments(
         output_dir=str(place / "theirs"),
         per_device_train_batch_size=plan.config.batch,
@@ -234,36 +298,54 @@ def make_trainer(plan: FinetunePlan, start: Path, place: Path, seed: int, *, exa
         seed=seed,
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(start)
-    collate = transformers.DataCollatorWithPadding(tokenizer)
+    pairs = plan.kind.name == "generate"
+    collate = (transformers.DataCollatorForSeq2Seq if pairs else transformers.DataCollatorWithPadding)(tokenizer)
     return Trainer(model=auto.from_pretrained(start), args=settings, train_dataset=train, data_collator=collate)
 
 
 def one_seed(name: str, config: FinetuneConfig, place: Path, *, exact: bool) -> Outcome:
     plan = make_plan(config)
     assert config.lr is not None
+    if name == "squad":
+        assert set(plan.train.lengths) == {SQUAD_LENGTH}, "windows have padding"
     model, _ = build_model(plan, config.seed)
     start = save_model(model, place / "start", tokenizer=plan.tokenizer)
-    ours = finetune(config)
+    settings = Ranks(device=CPU), choose_precision(CPU, "float32")
+    ours = run_seed(plan, config.seed, config.folder, *settings)
     trainer = make_trainer(plan, start, place, config.seed, exact=exact, lr=config.lr)
     trainer.train()
     regression = plan.data.target == "number"
     dev = items(plan.validation, regression=regression)  # type: ignore[arg-type]
-    theirs = trainer.predict(dev).predictions
+    theirs = predicted(trainer, dev)
     if (measure := MEASURES[name]) is None:
         trainer.save_model(str(place / "theirs"))
-        score = measured(plan, load_model(str(place / "theirs"), head="span").eval()).results()[plan.metric]
+        found = load_model(str(place / "theirs"), head=plan.kind.head).eval()
+        score = measured(plan, found).results()[plan.metric]
     else:
-        score = measure(theirs, plan.validation.targets)  # type: ignore[attr-defined]
-    trainer.model = type(trainer.model).from_pretrained(ours.model).eval()  # Plume's weights in transformers
-    again = trainer.predict(dev).predictions
-    pairs = zip(theirs, again, strict=True) if isinstance(theirs, tuple) else [(theirs, again)]
-    return Outcome(ours.summary["median"], score, max(float(np.abs(a - b).max()) for a, b in pairs))
+        score = measure(theirs[0], plan.validation.targets)  # type: ignore[attr-defined]
+    trainer.model = type(trainer.model).from_pretrained(config.folder / "model").eval()  # Plume's weights
+    pairs = zip(theirs, predicted(trainer, dev), strict=True)
+    apart = max(float(np.abs(a - b).max()) for a, b in pairs)
+    scale = 0.01 if plan.metric == "bleu" else 1.0
+    return Outcome(scale * ours.score, scale * score, apart)
+
+
+def predicted(trainer: Any, rows: list[dict[str, Any]]) -> tuple[Any, ...]:
+    """The logits of some rows; of an encoder-decoder without its hidden states."""
+    found = trainer.predict(rows).predictions
+    if not isinstance(found, tuple):
+        return (found,)
+    return found[:1] if "labels" in rows[0] else found
 
 
 def against_trainer(args: argparse.Namespace, place: Path) -> None:
-    base = pretrained(args.base if args.base is not None else place / "base", args.data, args.pretrain_steps)
+    folder = args.base if args.base is not None else place / "base"
     for name in args.tasks:
-        task = write_task(place / name, args.data, name, args.rows)
+        if name == "multi30k":
+            base = translator(place / "translator", args.data)
+        else:
+            base = pretrained(folder, args.data, args.pretrain_steps)
+        task = write_task(place / name, args.data, name, args.rows, args.validation, base)
         for exact in (True, False) if args.own_order else (True,):
             found = []
             for seed in range(args.seeds):
@@ -271,10 +353,11 @@ def against_trainer(args: argparse.Namespace, place: Path) -> None:
                     model=str(base),
                     task=task,
                     folder=place / name / f"run-{exact}-{seed}",
-                    epochs=args.epochs,
-                    lr=args.lr,
+                    epochs=args.epochs * EPOCHS.get(name, 1),
+                    lr=args.lr * RATES.get(name, 1),
                     seeds=1,
                     seed=seed,
+                    beams=1,
                     dropout=0.0 if exact else None,
                     classifier_dropout=0.0 if exact else 0.1,
                     validate_every=10**6,
@@ -285,10 +368,11 @@ def against_trainer(args: argparse.Namespace, place: Path) -> None:
                 )
                 found.append(one_seed(name, config, place / name, exact=exact))
                 print(f"{name}, seed {seed}: {found[-1]}", flush=True)
-            report(row_of(name, found, exact=exact, rows=args.rows))
+            size = f"{len(make_plan(config).data.train)} rows, {config.epochs:g} epochs"
+            report(row_of(name, found, exact=exact, size=size))
 
 
-def row_of(name: str, found: list[Outcome], *, exact: bool, rows: int) -> Row:
+def row_of(name: str, found: list[Outcome], *, exact: bool, size: str) -> Row:
     ours, theirs = [one.ours for one in found], [one.theirs for one in found]
     medians = statistics.median(ours), statistics.median(theirs)
     how = "same weights, batches and schedule, no dropout" if exact else "same weights, own order and dropout"
@@ -307,5 +391,5 @@ def row_of(name: str, found: list[Outcome], *, exact: bool, rows: int) -> Row:
         unit="points",
         at_least=-1.0 if exact else None,
         at_most=1.0 if exact else None,
-        detail=f"{medians[0]:.4f} and {medians[1]:.4f}, {len(found)} seeds, {rows} rows; {rest}",
+        detail=f"{medians[0]:.4f} and {medians[1]:.4f}, {len(found)} seeds, {size}{NOTES.get(name, '')}; {rest}",
     )

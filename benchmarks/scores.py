@@ -4,7 +4,8 @@
     python -m benchmarks.scores search [--widths 128 256 512] [--grid 12]
     python -m benchmarks.scores pairs [--model plume-en] [--limit 2000]
 
-The folder holds sst2, rte, cola, stsb, squad, chnsenticorp and blimp. The models of the search have random weights.
+The folder holds sst2, rte, cola, stsb, squad, chnsenticorp, multi30k and blimp. The models of the search have
+random weights.
 """
 
 from __future__ import annotations
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("job", choices=tuple(JOBS))
     parser.add_argument("--data", type=Path, default=real("data"))
     parser.add_argument("--rows", type=int, default=400)
+    parser.add_argument("--validation", type=int, default=400, help="rows of trainer to validate on, at most")
     parser.add_argument("--tasks", nargs="*", default=list(MEASURES), choices=tuple(MEASURES), help="of trainer")
     parser.add_argument("--own-order", action="store_true", help="also with each one's own order and dropout")
     parser.add_argument("--base", type=Path, help="folder of the first weights; made where there are none")

@@ -11,10 +11,11 @@ from safetensors.torch import load_file, save_file
 
 import plume
 from plume.cli.main import main
-from plume.config import UserError
+from plume.config import FinetuneConfig, TaskConfig, UserError
 from plume.hf import load_model, read_config, save_model
 from plume.model.loss import token_loss
 from plume.text import load_tokenizer
+from plume.train.finetune_plan import make_plan
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}
 GPT = {"vocab_size": 61, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 4}
@@ -463,6 +464,20 @@ def test_vocab_and_merges_of_slow_tokenizers(shared, tmp_path):
         theirs = getattr(transformers, name).from_pretrained(tmp_path)
         for text in ("Hello world, my dog is cute", " naïve 中文"):
             assert load_tokenizer(tmp_path).encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+def test_a_gpt2_with_the_vocabulary_of_a_bert_learns_to_write(tmp_path):
+    """As Chinese GPT-2s on the hub are: GPT-2's own end token is out of range, the separator ends a text."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"我们今天去学校你好气很"]
+    gpt2(vocab_size=len(words)).save_pretrained(tmp_path / "m")
+    (tmp_path / "m" / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    theirs = transformers.BertTokenizer(vocab=str(tmp_path / "m" / "vocab.txt"))
+    rows = [json.dumps({"source": "我们今天去学校"[:n], "target": "天气很好"}) for n in range(1, 8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    task = TaskConfig(train=str(tmp_path / "rows.jsonl"), kind="generate", length=32)
+    plan = make_plan(FinetuneConfig(model=str(tmp_path / "m"), task=task, folder=tmp_path / "run"))
+    assert plan.tokenizer.encode("我们今天") == theirs.encode("我们今天", add_special_tokens=False)
+    assert {row[-1] for row in plan.train.targets} == {theirs.sep_token_id}
 
 
 # ---- sentence-transformers ---------------------------------------------------------------------------------------

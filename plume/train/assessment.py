@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plume.tasks import metrics
@@ -12,10 +13,10 @@ from plume.tasks.data_checks import Finding
 from plume.tasks.paired import Verdict, compare
 from plume.tasks.schema import Example, Prediction
 from plume.tasks.task_kind import evaluate
+from plume.train.finetune_plan import PAPER_WIDTH, FinetunePlan
 
 if TYPE_CHECKING:
     from plume.train.finetune import SeedResult
-    from plume.train.finetune_plan import FinetunePlan
 
 HARDLY_BELOW = 0.9  # of a constant model's loss: a training loss above this is underfitting
 GAP = 0.15  # between training and validation metric, on a scale to 1, from which a model overfits
@@ -133,43 +134,56 @@ def overfitting(plan: FinetunePlan, best: SeedResult) -> list[Finding]:
     train = best.training.get(plan.metric)
     if train is None or not metrics.higher_is_better(plan.metric) or train - best.score < GAP:
         return []
-    text = (
-        f"{plan.metric} is {train:.3f} on training rows and {best.score:.3f} on validation rows; add rows, or try "
-        f"--epochs {max(1.0, plan.config.epochs / 2):g}, --dropout 0.2 or --adapt.mode lora"
-    )
-    return [Finding(OVERFITTING, text)]
+    config = plan.config
+    options = [
+        *([f"--epochs {max(1.0, config.epochs / 2):g}"] if config.epochs > 1 and config.contrastive is None else []),
+        *(["--dropout 0.2"] if config.dropout is None or config.dropout < 0.2 else []),
+        *(["--adapt.mode lora"] if config.adapt.mode == "full" else []),
+    ]
+    text = f"{plan.metric} is {train:.3f} on training rows and {best.score:.3f} on validation rows; add rows"
+    return [Finding(OVERFITTING, f"{text}, or try {' or '.join(options)}" if options else text)]
 
 
 # ---- what next ---------------------------------------------------------------------------------------------------
 
 
-def hub_model(plan: FinetunePlan) -> str:
-    """A pretrained model of this family for the language of the rows."""
+def hub_model(plan: FinetunePlan) -> str | None:
+    """A pretrained model for the kind and the language of the rows; None: none that is larger than this one.
+
+    An encoder-decoder is followed by a GPT, which learns the same pairs.
+    """
+    kind = plan.kind
     texts = [str(value) for e in plan.data.train[:100] for value in e.fields.values()]
-    if plan.kind.encoder_decoder and not plan.kind.causal:
-        return "Helsinki-NLP/opus-mt-en-de"
+    if plan.width >= PAPER_WIDTH:
+        return None
     if without_spaces(texts):
-        return "google-bert/bert-base-chinese"
-    return "openai-community/gpt2" if plan.kind.causal else "google-bert/bert-base-uncased"
+        name = "uer/gpt2-chinese-cluecorpussmall" if kind.decoder_only else "google-bert/bert-base-chinese"
+    else:
+        name = "openai-community/gpt2" if kind.causal or kind.decoder_only else "google-bert/bert-base-uncased"
+    return None if Path(plan.config.model).name == name.split("/")[-1] else name
 
 
 def next_step(plan: FinetunePlan, verdict: Verdict | None, problems: set[str]) -> str:
     """The one change that is most likely to help."""
+    name, searched = hub_model(plan), plan.config.search is not None
+    rows = f"training rows (now {len(plan.data.train):,})"
+    pretrained = f"begin with a model pretrained on more text: plume finetune {name} with the same options"
     if UNRELATED in problems:
-        return f"check the labels: print some rows, or name the column with --task.columns.{plan.kind.label_field} NAME"
+        column = f"--task.columns.{plan.kind.label_field} NAME"
+        right = pretrained if name is not None else f"add {rows}"
+        return f"check the labels: print some rows, or name the column with {column}; if they are right, {right}"
     if "overlap" in problems:
         return "remove the rows that two splits share and train again: until then the scores say little"
-    if UNDERFITTING in problems and plan.config.search is not None:
+    if UNDERFITTING in problems and searched:
         return f"train longer: --epochs {2 * plan.config.epochs:g}"
     if UNDERFITTING in problems:
         return "repeat with --search 8, which tries 8 learning rates and trains with the best"
     if verdict is not None and verdict.outcome != "better":
-        name = hub_model(plan)
-        if str(plan.config.model) == name:
-            return f"add training rows (now {len(plan.data.train):,}), or try --search 8"
-        return f"begin with a model pretrained on more text: plume finetune {name} with the same options; or add rows"
+        if name is None:
+            return f"add {rows}" + ("" if searched else ", or try --search 8")
+        return f"{pretrained}; or add rows"
     if OVERFITTING in problems:
-        return f"add training rows (now {len(plan.data.train):,})"
+        return f"add {rows}"
     if not plan.data.test:
         return "measure on rows that chose nothing: --task.test FILE (the best step and seed were chosen on validation)"
     return f"none needed; more training rows than {len(plan.data.train):,} usually help most"

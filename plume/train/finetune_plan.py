@@ -36,6 +36,7 @@ class FinetunePlan:
     auxiliary_weight: float
     lr: float
     lr_source: str
+    width: int  # of the model
     findings: list[Finding] = field(default_factory=list)  # problems of the data
     rates: list[RateScore] = field(default_factory=list)  # that a search tried
     truncation: Truncation = field(default_factory=Truncation)  # of training and validation rows
@@ -79,6 +80,7 @@ def make_plan(config: FinetuneConfig) -> FinetunePlan:
         auxiliary_weight=auxiliary_weight,
         lr=lr,
         lr_source=lr_source,
+        width=found.model.width,
         findings=check_data(data, kind),
         truncation=replace(kind.truncation),
     )

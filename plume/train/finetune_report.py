@@ -27,7 +27,7 @@ def describe_data(plan: FinetunePlan) -> str:
     columns = ", ".join(
         f"{field} = {column!r}{' (guessed)' if field in data.guessed else ''}" for field, column in data.columns.items()
     )
-    what = f"{data.kind}, {'a number' if data.target == 'number' else 'labels'}"
+    what = data.kind + (", a number" if data.target == "number" else ", labels" if data.labels else "")
     low, middle, high, top = (int(q) for q in np.quantile(plan.train.lengths, [0, 0.5, 0.95, 1]))
     lines = [
         f"- task: {what}; columns: {columns}",

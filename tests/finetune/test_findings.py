@@ -2,6 +2,8 @@
 
 import json
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,11 +15,15 @@ from plume.config import AdaptConfig, FinetuneConfig, TaskConfig, UserError
 from plume.tasks import kind_named
 from plume.tasks.data_checks import check_data
 from plume.tasks.error_analysis import calibration, calibration_error, label_scores, worst_mistakes
+from plume.tasks.generate import with_end_token
 from plume.tasks.metrics import ClassificationMetric
+from plume.tasks.paired import Verdict
 from plume.tasks.schema import Example, Prediction, TaskSettings
 from plume.tasks.task_data import load_task
+from plume.train.assessment import UNRELATED, hub_model, next_step, overfitting
 from plume.train.finetune import finetune, train_config
 from plume.train.finetune_plan import make_plan
+from plume.train.finetune_report import describe_data
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +179,60 @@ def test_an_underfitted_run_names_the_search(place, capsys):
     assert "worse than TF-IDF + logistic regression: accuracy 0." in said
     assert "warning: underfitting: the training loss is" in said and "--search 8" in said
     assert result.assessment.verdict.baseline > 0.95 and result.assessment.verdict.high < 0
+
+
+def plan_of(kind="classify", texts=("a fine film",), label="pos", causal=False, width=128, **config):
+    rows = [Example({"source" if kind == "generate" else "text": text}, label, "") for text in texts]
+    given = {"model": "runs/small/model", "task": TaskConfig(train="x.csv"), "folder": Path("run"), **config}
+    tokenizer = with_end_token(tokenizer_of("gpt2" if causal else "bert"))
+    settings = TaskSettings(kind=kind, labels=("pos", "neg"), length=32)
+    made = kind_named(kind)(settings, tokenizer, causal=causal)
+    return SimpleNamespace(
+        kind=made,
+        data=SimpleNamespace(train=rows, test=[]),
+        width=width,
+        metric="accuracy",
+        config=FinetuneConfig(**given),
+    )
+
+
+def test_the_next_step_names_a_model_that_does_the_task():
+    chinese = ("房间很干净服务也很好下次还会再来",)
+    assert hub_model(plan_of()) == "google-bert/bert-base-uncased"
+    assert hub_model(plan_of(causal=True)) == "openai-community/gpt2"
+    assert hub_model(plan_of(texts=chinese)) == "google-bert/bert-base-chinese"
+    for causal in (False, True):  # a BERT writes nothing; the hub's Marian models have another activation and tokenizer
+        assert hub_model(plan_of("generate", causal=causal)) == "openai-community/gpt2"
+        assert "gpt2" in hub_model(plan_of("generate", chinese, chinese[0], causal=causal))
+
+
+def test_the_next_step_is_none_that_was_taken():
+    level = Verdict(metric="accuracy", against="a", score=0.5, baseline=0.5, low=-0.1, high=0.1, rows=9)
+    assert "plume finetune google-bert/bert-base-uncased" in next_step(plan_of(), level, set())
+    for more in ({"width": 1024}, {"model": "bert-base-uncased"}, {"model": "google-bert/bert-base-uncased"}):
+        assert next_step(plan_of(**more), level, set()) == "add training rows (now 1), or try --search 8"
+    assert next_step(plan_of(width=768, search=8), level, set()) == "add training rows (now 1)"
+    hard = {UNRELATED}  # or more than a small model can learn
+    assert "; if they are right, begin with a model" in next_step(plan_of(), level, hard)
+    assert next_step(plan_of(width=768), level, hard).endswith("if they are right, add training rows (now 1)")
+
+
+def test_overfitting_names_no_option_that_is_set():
+    best = SimpleNamespace(score=0.6, training={"accuracy": 0.9})
+    (found,) = overfitting(plan_of(epochs=4.0), best)
+    assert found.text.endswith("add rows, or try --epochs 2 or --dropout 0.2 or --adapt.mode lora")
+    lora = plan_of(epochs=1.0, dropout=0.3, adapt=AdaptConfig(mode="lora"))
+    assert overfitting(lora, best)[0].text.endswith("on validation rows; add rows")
+
+
+def test_rows_without_labels_are_not_called_labels(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        "\n".join(json.dumps({"source": f"a {n}", "target": f"b {n}"}) for n in range(40))
+    )
+    random_base("gpt2", tmp_path / "gpt2")
+    task = TaskConfig(train=str(tmp_path / "a.jsonl"))
+    plan = make_plan(FinetuneConfig(model=str(tmp_path / "gpt2"), task=task, folder=tmp_path / "run"))
+    assert describe_data(plan).startswith("- task: generate; columns: source")
 
 
 def test_a_report_holds_texts_labels_and_calibration(place):

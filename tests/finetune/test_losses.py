@@ -1,10 +1,13 @@
 """Every task's loss and gradients equal a computation written out one example, one row and one token at a time."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from tiny import config_of, tokenizer_of
 
+from plume.hf import save_model
 from plume.model import ragged
 from plume.model.heads import Model
 from plume.tasks import kind_named
@@ -251,6 +254,40 @@ def test_spans_are_the_mean_of_start_and_end():
 
     examples = [Example({"question": q, "context": c}, [] if a is None else [a], "") for q, c, a in items]
     check(model, job, examples, expected, 0.0)
+
+
+def test_spans_are_those_of_transformers_where_padding_has_no_probability(tmp_path):
+    """transformers' softmax runs over padding too, so its loss depends on the longest row of the batch."""
+    model, tokenizer = model_for("bert", "span")
+    theirs = transformers.AutoModelForQuestionAnswering.from_pretrained(
+        save_model(model, tmp_path / "model", tokenizer=tokenizer)
+    )
+    job = task("span", "bert", tokenizer, question_length=8)
+    long, short = ("who lives there?", "Mary Smith lives in Paris", (0, "Mary Smith")), ("what?", "fine", (0, "fine"))
+
+    def losses(items):
+        examples = [Example({"question": q, "context": c}, [a], "") for q, c, a in items]
+        batch = job.encode(examples).batch(np.arange(len(items)))
+        ours = job.losses(model, job.hidden(model, batch), batch).mean()
+        real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+        given = {"input_ids": batch.tokens, "token_type_ids": batch.segments, "attention_mask": real.long()}
+        ends = batch.targets.unbind(1)
+        whole = theirs(**given, start_positions=ends[0], end_positions=ends[1])
+        logits = [x.masked_fill(~real, -torch.inf) for x in (whole.start_logits, whole.end_logits)]
+        masked = sum(F.cross_entropy(x, end) for x, end in zip(logits, ends, strict=True)) / 2
+        return ours, masked, whole.loss
+
+    for items in ([long], [short]):
+        ours, masked, whole = losses(items)
+        torch.testing.assert_close(ours, whole, **CLOSE)
+    ours, masked, whole = losses([long, short])
+    torch.testing.assert_close(ours, masked, **CLOSE)
+    assert whole > ours + 0.01  # the padding's share
+    ours.backward()
+    masked.backward()
+    ours_grad, their_grad = model.body.embed.tokens.weight.grad, theirs.bert.embeddings.word_embeddings.weight.grad
+    torch.testing.assert_close(ours_grad[: len(their_grad)], their_grad, **CLOSE)
+    torch.testing.assert_close(model.head.out.weight.grad, theirs.qa_outputs.weight.grad, **CLOSE)
 
 
 def test_embeddings_contrast_with_the_rest_of_the_batch():
