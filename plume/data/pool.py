@@ -10,11 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, Any, Protocol
+from itertools import chain
+from typing import IO, Any, NoReturn, Protocol
 from uuid import uuid4
 
 from plume.config import DataConfig, UserError
@@ -27,7 +30,17 @@ RESUME_HINT = "Finished pieces are kept: run the same command again to continue"
 Task = dict[str, Any]  # plain data; `size` is its share of the progress bar
 Result = dict[str, Any]
 Setup = tuple[Any, ...]  # what a stage is made from in every worker
-Worker = subprocess.Popen[bytes]
+Pipes = tuple[int, int]  # a worker's ends: where tasks come from, where results go
+BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process that does tasks; those of one group were forked from one process, whose exit code is the group's."""
+
+    group: subprocess.Popen[bytes]
+    tasks: IO[bytes]
+    results: IO[bytes]
 
 
 class Stage(Protocol):
@@ -81,23 +94,46 @@ def kept_workers(config: DataConfig, tasks: int, size: int) -> Iterator[None]:
     idle = list[Worker]()
     token = IDLE.set(idle)
     try:
-        idle.extend(start_worker(preload=preload) for _ in range(workers if workers > 1 else 0))
+        idle += start_workers(workers, preload=preload) if workers > 1 else []
         yield
     finally:
         IDLE.reset(token)
-        for worker in idle:
-            worker.kill()  # it holds nothing, and an orderly exit would take longer
-        close_workers(idle)
+        stop_workers(idle)
 
 
-def start_worker(*, preload: bool = False) -> Worker:
+def start_workers(count: int, *, preload: bool = False) -> list[Worker]:
+    """Forks of one process that loads what all of them need; elsewhere than on Linux each loads it for itself."""
     load = "from plume.text.encode_cache import load_compiled; load_compiled(); " if preload else ""
-    command = [sys.executable, "-c", f"{load}from plume.data.pool import main; main()"]  # -m would import it twice
-    # a worker's tokenizer has no cores to itself, and a signal from the keyboard is for this process to handle
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
-    )
+    call = "from plume.data.pool import main; main"  # -m would import it twice
+    # a worker's libraries have no cores to themselves, and a process with threads must not be forked
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", BLAS_THREADS: "1"}
+    # sessions of their own: a signal from the keyboard is for this process to handle
+    if sys.platform != "linux":
+        command, pipe = [sys.executable, "-c", f"{load}{call}([(0, 1)])"], subprocess.PIPE
+        each = [
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+            for _ in range(count)
+        ]
+        return [Worker(child, child.stdin, child.stdout) for child in each]  # type: ignore[arg-type]
+    tasks, results = ([os.pipe() for _ in range(count)] for _ in range(2))
+    theirs = [(source, sink) for (source, _), (_, sink) in zip(tasks, results, strict=True)]
+    ends, command = list(chain(*theirs)), [sys.executable, "-c", f"{load}{call}({theirs})"]
+    group = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=ends, env=environment, start_new_session=True)
+    for end in ends:
+        os.close(end)
+    mine = [(sink, source) for (_, sink), (source, _) in zip(tasks, results, strict=True)]
+    return [Worker(group, os.fdopen(sink, "wb"), os.fdopen(source, "rb")) for sink, source in mine]
+
+
+def stop_workers(workers: list[Worker]) -> None:
+    """End them, and all that were forked from the same process."""
+    for worker in workers:
+        worker.group.terminate()
+    for worker in workers:
+        for pipe in (worker.tasks, worker.results):
+            with suppress(BrokenPipeError):  # a dead one may leave words unread
+                pipe.close()
+        worker.group.wait()
 
 
 def run_in_processes(stage: type[Stage], setup: Setup, tasks: Sequence[Task], workers: int) -> Iterator[Result]:
@@ -107,7 +143,8 @@ def run_in_processes(stage: type[Stage], setup: Setup, tasks: Sequence[Task], wo
     for task in tasks:
         todo.put(task)
     idle = IDLE.get()
-    children = [idle.pop() if idle else start_worker() for _ in range(workers)]
+    children = [idle.pop() for _ in range(min(workers, len(idle)))] if idle else []
+    children += start_workers(workers - len(children)) if len(children) < workers else []
     start = pickle.dumps((stage, setup))
     threads = [threading.Thread(target=feed_worker, args=(c, start, todo, done), daemon=True) for c in children]
     working = workers
@@ -125,19 +162,13 @@ def run_in_processes(stage: type[Stage], setup: Setup, tasks: Sequence[Task], wo
     finally:
         kept = idle is not None and not working
         for child in children if not kept else ():
-            child.terminate()
+            child.group.terminate()
         for thread in threads:
             thread.join()
         if idle is not None and kept:
             idle += children
         else:
-            close_workers(children)
-
-
-def close_workers(children: list[Worker]) -> None:
-    for child in children:
-        with suppress(BrokenPipeError), child:  # closes its pipes; a dead one may leave words unread
-            pass
+            stop_workers(children)
 
 
 def feed_worker(
@@ -147,16 +178,15 @@ def feed_worker(
     done: queue.SimpleQueue[Result | BaseException | None],
 ) -> None:
     """Feed one worker until there is no work; None says that it is done."""
-    assert child.stdin is not None and child.stdout is not None
     try:
-        send(child.stdin, start)
+        send(child.tasks, start)
         while True:
-            send(child.stdin, pickle.dumps(todo.get_nowait()))
-            done.put(pickle.load(child.stdout))  # a result, or the error it met
+            send(child.tasks, pickle.dumps(todo.get_nowait()))
+            done.put(pickle.load(child.results))  # a result, or the error it met
     except queue.Empty:
         done.put(None)
     except (EOFError, OSError):
-        code = child.wait()
+        code = child.group.wait()
         guess = ", probably out of memory" if code == -9 else ""
         done.put(UserError(f"worker process died (exit code {code}{guess}). {RESUME_HINT}, perhaps with workers=1"))
 
@@ -220,14 +250,74 @@ class RayStage:
         return pickle.dumps(result)
 
 
-def main() -> None:
-    """A worker process: stages, each with its tasks, on its input, results on its output, until the input ends."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that half-written files are taken away
-    with os.fdopen(os.dup(1), "wb") as answers:
+def main(pipes: list[Pipes]) -> NoReturn:
+    """One worker, or the process that several are forked from: it ends when all have, like the first that failed."""
+    if len(pipes) == 1:
+        run_worker(pipes, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    children = {start_fork(pipes, number) for number in range(len(pipes))}
+    for end in chain(*pipes):
+        os.close(end)
+
+    def stop(*_: object) -> None:
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    code = 0
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status and not code:
+            code = os.waitstatus_to_exitcode(status)
+            stop()
+    if code < 0:
+        with suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+def start_fork(pipes: list[Pipes], number: int) -> int:
+    if len(os.listdir("/proc/self/task")) > 1:  # a fork would have the threads' locks, and nobody to release them
+        command = f"from plume.data.pool import run_worker; run_worker({pipes}, {number})"
+        return os.spawnv(os.P_NOWAIT, sys.executable, [sys.executable, "-c", command])
+    child = os.fork()
+    if child == 0:
+        run_worker(pipes, number)
+    return child
+
+
+def run_worker(pipes: list[Pipes], number: int) -> NoReturn:
+    """A worker process, from its first task until there are no more."""
+    code = 1
+    try:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # so that half-written files are taken away
+        for end in chain(*pipes[:number], *pipes[number + 1 :]):
+            os.close(end)
+        if len(pipes) > 1:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        os.environ.pop(BLAS_THREADS, None)  # what is loaded from here on may have threads
+        do_tasks(*pipes[number])
+        code = 0
+    except SystemExit:
+        code = 128 + signal.SIGTERM
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # at once: there is nothing left to tidy up
+
+
+def do_tasks(source: int, sink: int) -> None:
+    """Stages, each with its tasks, from one pipe and results into the other, until the first one ends."""
+    with os.fdopen(source, "rb") as messages, os.fdopen(os.dup(sink), "wb") as answers:
         os.dup2(2, 1)  # whatever a library prints must not come between the answers
         try:
             while True:
-                message = pickle.load(sys.stdin.buffer)
+                message = pickle.load(messages)
                 if isinstance(message, tuple):
                     stage, setup = message
                     work = stage(*setup)

@@ -70,7 +70,7 @@ def prepare_pieces(config: DataConfig, pieces: list[WorkUnit]) -> Prepared:
         if (done := finished(config, fingerprint)) is not None:  # another process may just have done it
             return done
         with room_on_disk(config.folder / MANIFEST):
-            work = open_work(config, fingerprint)
+            work = open_work(config, fingerprint, pieces)
             return make(config, work, pieces, fingerprint, given)
 
 
@@ -182,11 +182,12 @@ def work_folder(config: DataConfig, fingerprint: str) -> Path:
     return config.folder / f"{WORK}-{fingerprint[:16]}"
 
 
-def open_work(config: DataConfig, fingerprint: str) -> Path:
-    """The folder of unfinished work: the one of the run before, if that was the same run."""
+def open_work(config: DataConfig, fingerprint: str, pieces: list[WorkUnit]) -> Path:
+    """The folder of unfinished work: the one of the run before, if that was the same run, cut into the same pieces."""
     work = work_folder(config, fingerprint)
+    plan = {"fingerprint": fingerprint, "pieces": hashlib.sha256(repr(pieces).encode()).hexdigest()}
     for other in config.folder.glob(f"{WORK}*"):
-        if other == work and read_plan(work) == fingerprint:
+        if other == work and read_plan(work) == plan:
             continue
         if other != work and any(other.glob("[0-9]*.json")) and not config.overwrite:
             raise UserError(
@@ -197,16 +198,16 @@ def open_work(config: DataConfig, fingerprint: str) -> Path:
     if not work.is_dir():
         with aside(work) as new:
             new.mkdir()
-            write_json(new / "plan.json", {"fingerprint": fingerprint})
+            write_json(new / "plan.json", plan)
     for half_written in work.glob(".[0-9]*"):
         half_written.unlink(missing_ok=True)
     return work
 
 
-def read_plan(work: Path) -> str | None:
-    """The fingerprint of the run that a work folder belongs to; None if that cannot be read."""
+def read_plan(work: Path) -> dict[str, Any] | None:
+    """The run that a work folder belongs to; None if that cannot be read."""
     try:
-        return str(read_json(work / "plan.json").get("fingerprint"))
+        return read_json(work / "plan.json")
     except UserError as error:
         tell(f"{error}; starting the unfinished work again", sys.stderr)
         return None

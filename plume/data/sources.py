@@ -27,6 +27,7 @@ READABLE = {*TABLES, *PAGES, *ARCHIVES, *TEXTS}
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 # encodings and pydoc_data are tables, not code
 STRIPS = 8  # parts that one compressed file is read in when there are few: each decompresses from the start
+MANY_PARTS, LAST_PARTS = 8, 8  # parts from which on the last two of a file are cut finer, and into how many
 EXPANSION = 4  # compressed text grows about this much; only the balance of the work depends on it
 
 
@@ -153,7 +154,7 @@ def plan_pieces(config: DataConfig) -> list[WorkUnit]:
             continue
         waiting, held = list[FilePart](), 0
         for part in plan_parts(config, source, spec, size):
-            if waiting and held + part.size > size:
+            if waiting and (held + part.size > size or waiting[-1].path == part.path):
                 pieces.append(WorkUnit(len(pieces), source, tuple(waiting)))
                 waiting, held = [], 0
             waiting.append(part)
@@ -187,7 +188,7 @@ def cut_file(path: Path, config: DataConfig, size: int, *, strips: int) -> Itera
     if kind == ".parquet" and total > size:
         yield from row_groups(path, size)
         return
-    if path.suffix.lower() in COMPRESSED:
+    if compressed := path.suffix.lower() in COMPRESSED:
         grown = total * EXPANSION
         size, count = max(size, -(-grown // strips)), min(strips, -(-grown // size))
     else:
@@ -196,8 +197,19 @@ def cut_file(path: Path, config: DataConfig, size: int, *, strips: int) -> Itera
     if whole or not cuttable(path, config):
         yield FilePart(str(path), size=total)
         return
-    for i in range(count):
-        yield FilePart(str(path), i * size, (i + 1) * size if i + 1 < count else None, size=total // count)
+    edges = [i * size for i in range(count + 1)] if compressed else part_edges(total, count)
+    for start, stop in pairwise(edges):
+        share = total * (stop - start) // edges[-1]
+        yield FilePart(str(path), start, stop if stop < edges[-1] else None, size=share)
+
+
+def part_edges(total: int, count: int) -> list[int]:
+    """The borders of so many equal parts; of many, the last two are cut finer, so that workers end together."""
+    edges = [total * i // count for i in range(count + 1)]
+    if count >= MANY_PARTS:
+        begin = edges[-3]
+        edges[-2:-1] = [begin + (total - begin) * i // LAST_PARTS for i in range(1, LAST_PARTS)]
+    return sorted({*edges})
 
 
 def cuttable(path: Path, config: DataConfig) -> bool:

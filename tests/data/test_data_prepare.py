@@ -146,14 +146,19 @@ def test_parts_of_pairs_and_of_a_border_inside_a_document(tmp_path, monkeypatch)
 
 
 def test_workers_are_kept_from_stage_to_stage(tmp_path, whole, monkeypatch):
-    started, original = [], pool.start_worker
-    monkeypatch.setattr(pool, "start_worker", lambda **options: started.append(original(**options)) or started[-1])
+    started, original = [], pool.start_workers
+
+    def start(count, *, preload=False):
+        started.extend(original(count, preload=preload))
+        return started[-count:]
+
+    monkeypatch.setattr(pool, "start_workers", start)
     monkeypatch.setattr(pool, "SMALL", 0)
     monkeypatch.setattr(finalize, "PART_BYTES", CHUNK)
     clean = replace(whole.clean, duplicates="near")
     prepare(replace(whole, folder=tmp_path / "out", workers=2, clean=clean))  # documents, duplicates, parts of shards
     assert len(started) == 2
-    assert all(worker.poll() is not None for worker in started)
+    assert all(worker.group.poll() is not None for worker in started)
 
 
 PREPARE = """
@@ -206,18 +211,34 @@ def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, whole):
     assert not [p for p in folder.rglob(".*") if p.is_file() and p.name != ".lock"]
 
 
-def test_finished_work_is_not_done_again(tmp_path, whole, monkeypatch):
-    folder = tmp_path / "out"
-    made = []
-    original = ShardMaker.__call__
+@pytest.fixture
+def made(monkeypatch) -> list[int]:
+    """The numbers of pieces that were begun; the fourth is interrupted."""
+    begun, original = list[int](), ShardMaker.__call__
 
     def counted(self, plain):
-        made.append(plain["piece"]["number"])
-        if len(made) == 4:
+        begun.append(plain["piece"]["number"])
+        if len(begun) == 4:
             raise KeyboardInterrupt
         return original(self, plain)
 
     monkeypatch.setattr(ShardMaker, "__call__", counted)
+    return begun
+
+
+def test_unfinished_work_that_was_cut_otherwise_is_not_mixed_with_new_pieces(tmp_path, whole, made):
+    folder = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        prepare(replace(whole, folder=folder))
+    (plan,) = folder.glob(".work-*/plan.json")
+    plan.write_text(json.dumps(json.loads(plan.read_text()) | {"pieces": "another version's"}))
+    prepare(replace(whole, folder=folder))
+    assert made == [0, 1, 2, 3, *range(max(made) + 1)]
+    assert contents(folder) == contents(whole.folder)
+
+
+def test_finished_work_is_not_done_again(tmp_path, whole, made):
+    folder = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         prepare(replace(whole, folder=folder))
     prepare(replace(whole, folder=folder))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from plume.config import DataConfig, TokenizerConfig, UserError
 from plume.data import Tally, read_documents, read_rows, sources
 from plume.data.documents import read_part, read_piece
-from plume.data.sources import FilePart, WorkUnit, cut_file, find_files, plan_pieces
+from plume.data.sources import FilePart, WorkUnit, cut_file, find_files, part_edges, plan_pieces
 from plume.data.tables import wrong_encoding
 from plume.text import train_tokenizer
 
@@ -272,6 +273,25 @@ def test_lines_as_documents(tmp_path):
     assert [d.text for d in documents] == ["one", "two", "three"]
 
 
+@given(st.integers(0, 1 << 40), st.integers(1, 2000))
+def test_parts_cover_a_file_and_the_last_are_short(more, count):
+    total = 32 * count + more
+    edges = part_edges(total, count)
+    sizes = [stop - start for start, stop in pairwise(edges)]
+    assert edges[0] == 0 and edges[-1] == total and min(sizes) > 0
+    assert max(sizes) <= -(-total // count)
+    assert max(sizes[-8:]) <= total / count / 4 + 1 if count >= 8 else len(sizes) == count
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("count", [31, 32, 33, 47])
+def test_workers_that_take_the_next_part_end_together(workers, count):
+    ends = [0] * workers
+    for start, stop in pairwise(part_edges(1 << 29, count)):
+        ends[ends.index(min(ends))] += stop - start
+    assert max(ends) - min(ends) <= (1 << 29) / count / 2 + 8
+
+
 def test_small_files_share_a_piece_and_big_ones_are_cut(tmp_path):
     for n in range(10):
         (tmp_path / f"{n}.txt").write_text("x" * 1000)
@@ -280,6 +300,13 @@ def test_small_files_share_a_piece_and_big_ones_are_cut(tmp_path):
     assert [len(p.parts) for p in pieces] == [11, 1, 1]
     assert [p.number for p in pieces] == [0, 1, 2]
     assert all(p.size <= 1 << 20 for p in pieces)
+
+
+def test_the_last_pieces_of_a_big_file_are_short(tmp_path):
+    (tmp_path / "big.jsonl").write_text('{"text": "y"}\n' * 700_000)  # 9.8 MB
+    sizes = [piece.size for piece in plan_pieces(config(tmp_path, shard_mb=1))]
+    assert len(sizes) == 8 + 8 and sum(sizes) == pytest.approx(9_800_000, abs=len(sizes))
+    assert max(sizes[-8:]) < 0.26 * min(sizes[:8])
 
 
 def test_row_groups_of_a_big_parquet_file_are_pieces(tmp_path):
