@@ -120,11 +120,14 @@ def distill(words: Words, flags: Flags) -> None:
         start.pop("prepared", None)
     try:
         wanted = settings(config.DistillConfig, words, "teacher", start=start)
-    except UserError:
+    except UserError as error:
         from plume.hf import resolve
 
-        if leading and not is_recipe(leading, overrides):
-            resolve(leading[0])  # without a teacher nothing else matters
+        try:
+            if leading and not is_recipe(leading, overrides):
+                resolve(leading[0])  # it would say what to train on
+        except UserError as missing:
+            raise UserError(f"{missing}\n{error}") from None
         raise
     from plume.train.distill import distill as run
 

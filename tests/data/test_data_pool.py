@@ -32,13 +32,13 @@ class Lineage(Stage):
 
 class OneDies(Stage):
     def __call__(self, task):
-        self.meet(task)
-        if task["number"] == 1:
-            os.kill(os.getpid(), task["signal"])
         try:
+            self.meet(task)
+            if task["number"] == 1:
+                os.kill(os.getpid(), task["signal"])
             time.sleep(120)
         finally:
-            (self.place / "tidied").touch()
+            (self.place / f"tidied-{task['number']}").touch()
 """
 THREAD = """
 import sys, threading, time
@@ -81,5 +81,5 @@ def test_the_death_of_a_worker_ends_all(stages, tmp_path: Path, number: int, sai
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(UserError, match=rf"worker process died \(exit code {said}\)"):
         list(run_in_processes(stages.OneDies, (tmp_path,), tasks(signal=number), 2))
-    assert (tmp_path / "tidied").exists()
+    assert (tmp_path / "tidied-0").exists()
     assert set(psutil.Process().children(recursive=True)) <= before
