@@ -347,7 +347,7 @@ def test_a_csv_and_a_text_give_the_table_of_gpt1_for_them(tmp_path):
     command = ["reproduce", "gpt1-ablations", "--data", str(tmp_path / "my.txt"), "--tasks", str(tmp_path / "my.csv")]
     assert main([*command, "--folder", str(tmp_path / "r"), "--scale", "0.02", "--seeds", "1"]) == 0
     found = json.loads((tmp_path / "r" / "gpt1-ablations" / "results.json").read_text())
-    assert list(found["table"]) == ["full", "no auxiliary loss", "no pretraining", "LSTM"]
+    assert list(found["table"]) == ["full", "no auxiliary loss", "no pretraining", "LSTM", "LSTM, fewer units"]
     assert all(list(row) == ["my"] for row in found["table"].values())
 
 
