@@ -73,7 +73,7 @@ class ReproduceConfig(Checked):
     folder: Path = option(Path("runs/reproduce"), "reports, and the jobs that they are made from")
     minutes: float | None = option(None, "time budget on this machine; unset: scale")
     scale: float | None = option(None, "steps and rows relative to the full design; unset: by minutes, else 1")
-    seeds: int = option(3, "runs of every variant with different seeds; a verdict needs 3")
+    seeds: int = option(4, "runs of every variant with different seeds; a verdict needs 3")
     data: tuple[str, ...] = option((), "your texts: files, folders or globs; unset: Python's standard library")
     targets: tuple[str, ...] = option((), "target files aligned line by line with data, for translation")
     tasks: tuple[str, ...] = option(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,8 +18,9 @@ from plume.util.devices import training_flops_per_token
 LOWER = ("loss", "bits")  # columns that begin so are better when lower
 TIMED = "speed"  # columns that begin so are measured with a clock: shown, but no result
 SCORES = "scores"  # in a claim: all columns that are better when higher
-FLOPS = 2e10  # per second, of small models on one core of the reference laptop
-OVERHEAD = {"corpus": 3.0, "prepare": 4.0, "finetune": 2.0, "pretrain": 2.0, "distill": 2.0, "evaluate": 2.0}  # seconds
+FLOPS = 4e10  # per second, of small models on one core of the reference machine
+STEP_SECONDS = 0.02  # of an update, beside its products
+OVERHEAD = {"corpus": 1.0, "prepare": 3.0, "finetune": 1.0, "pretrain": 2.0, "distill": 2.0, "evaluate": 2.0}  # seconds
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class LabJob:
     settings: Mapping[str, Any]  # plain values
     needs: tuple[LabJob, ...] = ()  # jobs whose folders it reads
     flops: float = 0.0
+    steps: int = 0  # updates of weights
 
     @cached_property
     def key(self) -> str:
@@ -41,8 +44,8 @@ class LabJob:
 
     @property
     def seconds(self) -> float:
-        """On one core of the reference laptop."""
-        return OVERHEAD.get(self.kind, 1.0) + self.flops / FLOPS
+        """On one core of the reference machine."""
+        return OVERHEAD.get(self.kind, 1.0) + self.steps * STEP_SECONDS + self.flops / FLOPS
 
 
 Changes = Mapping[str, Any]  # of the fields of a recipe
@@ -103,10 +106,13 @@ def jobs_of(cells: Mapping[tuple[str, int], Measures]) -> list[LabJob]:
 
 # ---- what variants are made of -----------------------------------------------------------------------------------
 
-WIDTH, LAYERS, HEADS, CONTEXT, BATCH, VOCAB_SIZE = 64, 3, 4, 64, 12, 1024
-STEPS, ROWS = 200, 320  # of pretraining; of a task
+WIDTH, LAYERS, HEADS, CONTEXT, BATCH, VOCAB_SIZE = 64, 3, 4, 64, 32, 1024
+STEPS, ROWS, TASK_BATCH = 200, 400, 16  # of pretraining; of a task
+RATES = {"lr": 0.02, "muon_lr": 0.06}
+POST_NORM_RATES = {"lr": 0.006, "muon_lr": 0.02}  # norms behind the blocks want lower ones
 FINETUNE_RATES = (1e-3, 1e-2)  # weights trained by Muon hardly turn at the lower one
 MASKED = {"kind": "masked-next-sentence"}
+SHORT_CONTEXT, SMALL_VOCAB = 32, 512  # of masked models, which predict one token in seven
 KINDS_OF_MODEL: dict[str, tuple[str, str, Changes]] = {  # preset, tokenizer, objective
     "gpt": ("gpt-laptop", "byte-bpe", {}),
     "gpt2": ("gpt2-laptop", "byte-bpe", {}),
@@ -114,6 +120,7 @@ KINDS_OF_MODEL: dict[str, tuple[str, str, Changes]] = {  # preset, tokenizer, ob
     "bert": ("bert-laptop", "wordpiece", MASKED),
     "transformer": ("transformer-laptop", "byte-bpe", {"kind": "sequence-to-sequence"}),
 }
+PAIR_TOKENS = 48  # of a sentence and its translation each
 TASKS = ("word-order", "next-passage")
 CHOICES = ("missing-word", "swapped-words", "repeated-word")  # zero-shot: LAMBADA-, BLiMP- and Winograd-like
 
@@ -142,7 +149,7 @@ class Lab:
             size |= {"width": 8 * round(WIDTH * self.wide * 2048 / 768 / 8), "layers": 1, "heads": 1}
         if PRESETS[preset].decoder_layers:
             size |= {"layers": 2, "decoder_layers": 2, "dropout": 0.1}
-        return {"preset": preset, "context": CONTEXT, **size, **changes}
+        return {"preset": preset, "context": SHORT_CONTEXT if masked(kind) else CONTEXT, **size, **changes}
 
     def corpus(self, limit: int | None = None, changes: Changes = NONE) -> LabJob:
         most = max(300_000, round(3e6 * min(4.0, self.scale))) if limit is None else limit
@@ -151,14 +158,14 @@ class Lab:
     def prepared(
         self, kind: str, source: LabJob | None = None, file: str = "pretrain.jsonl", data: Changes = NONE
     ) -> LabJob:
-        tokenizer = {"kind": KINDS_OF_MODEL[kind][1], "vocab_size": VOCAB_SIZE}
+        tokenizer = {"kind": KINDS_OF_MODEL[kind][1], "vocab_size": SMALL_VOCAB if masked(kind) else VOCAB_SIZE}
         settings = {"file": file, "data": {"tokenizer": tokenizer, "validation_fraction": 0.05, **data}}
         return LabJob("prepare", settings, (self.corpus() if source is None else source,))
 
     def trained(self, steps: int, seed: int, changes: Changes = NONE) -> dict[str, Any]:
         """The rates are the best of a few for models and texts of this size."""
         quarter = max(1, steps // 4)
-        rates = {"optimizer": "muon", "lr": 0.02, "muon_lr": 0.06, "weight_decay": 0.0, "seed": seed}
+        rates = {"optimizer": "muon", **RATES, "weight_decay": 0.0, "seed": seed}
         shape = {"schedule": "linear", "final_lr_ratio": 0.0, "warmup_steps": max(1, steps // 10)}
         seen = {"validate_every": steps, "sample_every": steps, "sample_tokens": 1, "validation_rows": 192}
         kept = {"checkpoint_every": quarter, "keep_last": 6, "keep_best": False}
@@ -169,12 +176,20 @@ class Lab:
         self, kind: str, seed: int, *, steps: float = STEPS, data: LabJob | None = None,
         model: Changes = NONE, objective: Changes = NONE, train: Changes = NONE,
     ) -> LabJob:  # fmt: skip
-        """A model of a kind, with changes of its architecture, its objective and its training."""
+        """A model of a kind, with changes of its architecture, its objective and its training.
+
+        Those with a shorter context have more rows in a batch, so that all read equally many tokens.
+        """
         source = self.prepared(kind) if data is None else data
-        shape, loop = self.model(kind, model), self.trained(self.scaled(steps), seed, train)
+        shape, preset = self.model(kind, model), PRESETS[KINDS_OF_MODEL[kind][0]]
+        rates = POST_NORM_RATES if preset.norm == "post" and not preset.recurrent else RATES
+        length = min(CONTEXT, shape["context"])
+        batch = BATCH * CONTEXT // length
+        loop = self.trained(self.scaled(steps), seed, {**rates, "batch": batch, "micro_batch": batch, **train})
         recipe = {"model": shape, "train": loop, "objective": objective or KINDS_OF_MODEL[kind][2]}
-        per_token = training_flops_per_token(build(ModelConfig, {**shape, "vocab_size": VOCAB_SIZE}))
-        return LabJob("pretrain", recipe, (source,), float(per_token * loop["steps"] * loop["batch"] * CONTEXT))
+        read = PAIR_TOKENS if source.needs and source.needs[0].kind == "pairs" else length
+        per_row = read * training_flops_per_token(sizes(shape), read)
+        return LabJob("pretrain", recipe, (source,), float(loop["steps"] * loop["batch"] * per_row), loop["steps"])
 
     def loss(self, job: LabJob, column: str = "bits per byte") -> Measures:
         return {column: (job, "bits_per_byte" if column.startswith("bits") else "loss")}
@@ -182,10 +197,12 @@ class Lab:
     def finetuned(self, model: LabJob, seed: int, tasks: Sequence[str] = TASKS, recipe: Changes = NONE) -> Measures:
         """Scores on tasks made from text, or on the user's own: for every variant the best of the same rates."""
         own = [task for task in self.config.tasks if "=" not in task]
-        settings = {"epochs": 3, "batch": 16, "seed": seed, "precision": "float32", **recipe}
-        shared = {"recipe": {**settings, "validate_every": 1_000_000}, "length": CONTEXT, "rates": FINETUNE_RATES}
-        flops = len(FINETUNE_RATES) * model.flops * self.scaled(ROWS) * 3 / 2 / BATCH / self.scaled(STEPS)
-        jobs = {name: LabJob("finetune", {**shared, **self.rows(name)}, (model, *self.rows_job(name)), flops)
+        settings = {"epochs": 3, "batch": TASK_BATCH, "seed": seed, "precision": "float32", **recipe}
+        length = min(CONTEXT, shape_of(model)["context"])
+        shared = {"recipe": {**settings, "validate_every": 1_000_000}, "length": length, "rates": FINETUNE_RATES}
+        steps = len(FINETUNE_RATES) * settings["epochs"] * math.ceil(self.scaled(ROWS, 60) / TASK_BATCH)
+        flops = float(steps * TASK_BATCH * SHORT_CONTEXT * training_flops_per_token(sizes(shape_of(model))))
+        jobs = {name: LabJob("finetune", {**shared, **self.rows(name)}, (model, *self.rows_job(name)), flops, steps)
                 for name in own or tasks}  # fmt: skip
         return {label(name): (job, "score") for name, job in jobs.items()}
 
@@ -203,7 +220,7 @@ class Lab:
 
     def features(self, model: LabJob, seed: int, layer: int, tasks: Sequence[str] = TASKS) -> Measures:
         """Scores of a head on the frozen hidden states of one layer."""
-        below = LabJob("cut", {"layers": layer}, (model,), model.flops / 10)
+        below = LabJob("cut", {"layers": layer}, (model,))
         return self.finetuned(below, seed, tasks, {"adapt": {"mode": "features"}, "epochs": 10})
 
     def evaluated(
@@ -216,6 +233,19 @@ class Lab:
         settings = {"tasks": names, "recipe": {"limit": self.scaled(300, 20), **recipe}, "digest": self.task_digest}
         job = LabJob("evaluate", settings, (model, made))
         return {label(name, is_text(name)): (job, name) for name in names}
+
+
+def masked(kind: str) -> bool:
+    return KINDS_OF_MODEL[kind][2] == MASKED
+
+
+def sizes(shape: Changes) -> ModelConfig:
+    return build(ModelConfig, {**shape, "vocab_size": VOCAB_SIZE})
+
+
+def shape_of(model: LabJob) -> dict[str, Any]:
+    """The architecture of a pretrained model, or of one without its last layers."""
+    return dict(model.settings["model"]) if model.kind == "pretrain" else {**shape_of(model.needs[0]), **model.settings}
 
 
 def label(task: str, text: bool = False) -> str:

@@ -12,7 +12,19 @@ from typing import Any
 import numpy as np
 
 from plume.evaluate.report import picture, table
-from plume.lab.experiment import FINETUNE_RATES, LOWER, STEPS, TIMED, WIDTH, Claim, Experiment, Lab, jobs_of
+from plume.lab.experiment import (
+    BATCH,
+    CONTEXT,
+    FINETUNE_RATES,
+    LOWER,
+    STEPS,
+    TIMED,
+    WIDTH,
+    Claim,
+    Experiment,
+    Lab,
+    jobs_of,
+)
 from plume.lab.jobs import Numbers
 from plume.lab.verdicts import PairedTest, paired_test, verdict
 from plume.util.files import read_json, write_json, write_text
@@ -104,8 +116,8 @@ def markdown(
         f"# {experiment.name}",
         f"{experiment.question} {experiment.paper}.",
         f"Scale {lab.scale:g}, {lab.config.seeds} seeds, on {data}: models of {lab.wide * WIDTH} units trained for "
-        f"about {lab.scaled(STEPS):,} steps. The paper's are thousands of times larger, so compare directions, not "
-        f"figures. {experiment.note}".rstrip(),
+        f"about {lab.scaled(STEPS):,} steps of {BATCH * CONTEXT:,} tokens. The paper's are thousands of times larger, "
+        f"so compare directions, not figures. {experiment.note}".rstrip(),
         table(["variant", *shown(cells), f"in the paper ({experiment.published_as})"], rows_of(experiment, cells)),
         f"Mean over seeds (lowest to highest). Loss and bits per byte: lower is better.{tuned_at(experiment, lab)}",
         table(["claim", "difference", "95 % interval", "seeds", "p", "verdict"], [claim_row(c, t) for c, t in tests]),

@@ -9,6 +9,7 @@ from plume.lab.experiment import (
     CONTEXT,
     NONE,
     SCORES,
+    SHORT_CONTEXT,
     STEPS,
     VOCAB_SIZE,
     Changes,
@@ -29,7 +30,10 @@ MUON_STEP = 1.15  # seconds of a step with Muon, in seconds of one with AdamW
 GPT_TASKS = ("word-order", "next-passage", "missing-word")  # one text, a pair, choices
 DATA_PARTS = {"1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "2": 2.0}
 BITS = ("bits per byte",)
+MASKED_BATCH = BATCH * CONTEXT // SHORT_CONTEXT
 SHORT = 400  # characters of a document, so that a row often holds two
+PAIRS, FEW_PAIRS = 20_000, 800  # of a translation: more than are read, or so few that each is read many times
+FEW_UNITS = 88  # an LSTM with 0.4 of the weights of the Transformer's blocks, as in the paper
 
 
 def sized(lab: Lab, name: str, seed: int, *, data: LabJob | None = None, steps: float = STEPS) -> LabJob:
@@ -44,12 +48,13 @@ def parameters(name: str) -> float:
 
 
 def bert(
-    lab: Lab, seed: int, *, nsp: bool = True, masking: Changes = NONE, data: LabJob | None = None, halves: int = 1
-) -> LabJob:
+    lab: Lab, seed: int, *, nsp: bool = True, masking: Changes = NONE, data: LabJob | None = None, halves: int = 1,
+    steps: float = 1.5 * STEPS,
+) -> LabJob:  # fmt: skip
     """Trained for equally many tokens, in batches that are whole or cut into so many."""
-    kind, rows = "masked-next-sentence" if nsp else "masked", BATCH // halves
+    kind, rows = "masked-next-sentence" if nsp else "masked", MASKED_BATCH // halves
     objective, train = {"kind": kind, "masking": dict(masking)}, {"batch": rows, "micro_batch": rows}
-    return lab.pretrained("bert", seed, objective=objective, data=data, steps=halves * STEPS, train=train)
+    return lab.pretrained("bert", seed, objective=objective, data=data, steps=halves * steps, train=train)
 
 
 def masks(mask: float, random: float, prob: float = 0.15) -> Changes:
@@ -76,7 +81,7 @@ def features_of(layer: int) -> Any:
     )
 
 
-def input_format(objective: Changes, batch: int = BATCH) -> Any:
+def input_format(objective: Changes, batch: int = MASKED_BATCH) -> Any:
     """Rows that are shorter come in larger batches, so that all formats read about as many tokens."""
 
     def measured(lab: Lab, seed: int) -> Measures:
@@ -87,20 +92,24 @@ def input_format(objective: Changes, batch: int = BATCH) -> Any:
     return measured
 
 
-def few_texts(lab: Lab) -> LabJob:
-    """A text small enough to be read several times."""
-    return lab.prepared("bert", lab.corpus(120_000))
+def few_texts(lab: Lab, seed: int, masking: Changes = NONE, halves: int = 1) -> Measures:
+    """The loss after training on a text small enough to be read several times."""
+    data = lab.prepared("bert", lab.corpus(120_000))
+    return lab.loss(bert(lab, seed, nsp=False, masking=masking, data=data, halves=halves, steps=0.75 * STEPS), "loss")
 
 
-def pairs(lab: Lab) -> LabJob:
-    settings = {"paths": list(lab.config.data), "targets": list(lab.config.targets), "rows": 20_000}
+def pairs(lab: Lab, rows: int) -> LabJob:
+    settings = {"paths": list(lab.config.data), "targets": list(lab.config.targets), "rows": rows}
     return LabJob("pairs", {**settings, "digest": lab.digest}, (lab.corpus(),) if not lab.config.targets else ())
 
 
-def translator(lab: Lab, seed: int, kind: str = "transformer", *, bleu: bool = True, model: Changes = NONE) -> Measures:
-    source = pairs(lab)
-    data = lab.prepared(kind, source, "pairs.jsonl", {"target_field": "target"})
-    job = lab.pretrained(kind, seed, data=data, model=model, steps=1.5 * STEPS)
+def translator(
+    lab: Lab, seed: int, kind: str = "transformer", *, bleu: bool = True, model: Changes = NONE, rows: int = PAIRS
+) -> Measures:
+    source = pairs(lab, rows)
+    held_out = {} if rows == PAIRS else {"validation_fraction": 0.2}
+    data = lab.prepared(kind, source, "pairs.jsonl", {"target_field": "target", **held_out})
+    job = lab.pretrained(kind, seed, data=data, model=model, steps=0.75 * STEPS)
     found = {"loss of target tokens": (job, "loss")}
     if not bleu:
         return found
@@ -115,7 +124,7 @@ def shots(lab: Lab, size: str, count: int, seed: int) -> Measures:
 
 
 def overlap(lab: Lab, seed: int, file: str) -> Measures:
-    source = LabJob("leak", {}, (lab.corpus(600_000),))
+    source = LabJob("leak", {}, (lab.corpus(200_000),))
     data = LabJob("prepare", lab.prepared("gpt2", source, file).settings, (source, lab.prepared("gpt2")))
     model = lab.pretrained("gpt2", seed, data=data)
     found = lab.evaluated(model, ("leaked", "clean"), source, {"limit": 40})
@@ -124,9 +133,9 @@ def overlap(lab: Lab, seed: int, file: str) -> Measures:
 
 def student(lab: Lab, seed: int, changes: Changes = NONE) -> Measures:
     data = lab.prepared("gpt2")
-    teacher = lab.pretrained("gpt2", seed, model={"layers": 4}, steps=2 * STEPS)
+    teacher = lab.pretrained("gpt2", seed, model={"layers": 4}, steps=1.5 * STEPS)
     recipe = {"train": lab.trained(lab.scaled(STEPS), seed), "layers": 2, **changes}
-    return loss_and_size(lab, LabJob("distill", recipe, (teacher, data), teacher.flops))
+    return loss_and_size(lab, LabJob("distill", recipe, (teacher, data), teacher.flops / 2, lab.scaled(STEPS)))
 
 
 def loss_and_size(lab: Lab, model: LabJob) -> Measures:
@@ -160,14 +169,20 @@ EXPERIMENTS: dict[str, Experiment] = {e.name: e for e in (
             "no pretraining": lambda lab, seed: lab.finetuned(
                 lab.pretrained("gpt", seed), seed, GPT_TASKS, {"adapt": {"transfer_layers": -1}}),
             "LSTM": lambda lab, seed: lab.finetuned(lab.pretrained("lstm", seed), seed, GPT_TASKS),
+            "LSTM, fewer units": lambda lab, seed: lab.finetuned(
+                lab.pretrained("lstm", seed, model={"width": FEW_UNITS * lab.wide}), seed, GPT_TASKS),
         },
         claims=(
             Claim("pretraining helps", "full", "no pretraining"),
             Claim("the Transformer is better than the LSTM", "full", "LSTM"),
+            Claim("the Transformer is better than an LSTM of the paper's share of weights", "full",
+                  "LSTM, fewer units"),
             Claim("the auxiliary loss does not help on average", "no auxiliary loss", "full"),
         ),
         published={"full": "74.7", "no auxiliary loss": "75.0", "no pretraining": "59.9", "LSTM": "69.1"},
         published_as="mean of 8 tasks",
+        note="The LSTM has as many units beside the Transformer as in the paper, and with 3 layers instead of 12 "
+        f"then 1.5 times its weights; with {FEW_UNITS} units it has 0.4 of them, as in the paper.",
     ),
     Experiment(
         name="gpt1-layers",
@@ -271,7 +286,8 @@ EXPERIMENTS: dict[str, Experiment] = {e.name: e for e in (
             "masked + next sentence": lambda lab, seed: lab.finetuned(bert(lab, seed), seed),
             "no next sentence": lambda lab, seed: lab.finetuned(bert(lab, seed, nsp=False), seed),
             "left to right": lambda lab, seed: lab.finetuned(
-                lab.pretrained("gpt", seed), seed, recipe={"auxiliary_weight": 0.0}),
+                lab.pretrained("gpt", seed, model={"context": SHORT_CONTEXT}, steps=1.5 * STEPS), seed,
+                recipe={"auxiliary_weight": 0.0}),
         },
         claims=(
             Claim("next-sentence prediction helps on pairs", "masked + next sentence", "no next sentence",
@@ -312,14 +328,12 @@ EXPERIMENTS: dict[str, Experiment] = {e.name: e for e in (
         paper="RoBERTa (2019), tables 1 to 3",
         question="Dynamic masks, full sentences, larger batches: what helps?",
         variants={
-            "dynamic masks": lambda lab, seed: lab.loss(bert(lab, seed, nsp=False, data=few_texts(lab)), "loss"),
-            "static masks": lambda lab, seed: lab.loss(
-                bert(lab, seed, nsp=False, data=few_texts(lab), masking={"static_copies": 1}), "loss"),
-            "batch / 2": lambda lab, seed: lab.loss(
-                bert(lab, seed, nsp=False, data=few_texts(lab), halves=2), "loss"),
+            "dynamic masks": few_texts,
+            "static masks": lambda lab, seed: few_texts(lab, seed, masking={"static_copies": 1}),
+            "batch / 2": lambda lab, seed: few_texts(lab, seed, halves=2),
             "segment pairs, next sentence": input_format({"kind": "masked-next-sentence"}),
             "sentence pairs, next sentence": input_format(
-                {"kind": "masked-next-sentence", "single_sentences": True}, 3 * BATCH // 2),
+                {"kind": "masked-next-sentence", "single_sentences": True}, 3 * MASKED_BATCH // 2),
             "full sentences": input_format({"kind": "masked"}),
             "doc sentences": input_format({"kind": "masked", "document_mask": True}),
         },
@@ -351,6 +365,9 @@ EXPERIMENTS: dict[str, Experiment] = {e.name: e for e in (
             "1 layer": lambda lab, seed: translator(lab, seed, model={"layers": 1, "decoder_layers": 1}),
             "half as wide": lambda lab, seed: translator(lab, seed, model={"width": 32 * lab.wide}),
             "no dropout": lambda lab, seed: translator(lab, seed, model={"dropout": 0.0}),
+            "few pairs": lambda lab, seed: translator(lab, seed, bleu=False, rows=FEW_PAIRS),
+            "few pairs, no dropout": lambda lab, seed: translator(
+                lab, seed, bleu=False, rows=FEW_PAIRS, model={"dropout": 0.0}),
             "decoder, sinusoids": lambda lab, seed: translator(
                 lab, seed, "gpt", bleu=False,
                 model={"positions": "sinusoidal", "embed_scale": True, "context": 2 * CONTEXT}),
@@ -363,13 +380,15 @@ EXPERIMENTS: dict[str, Experiment] = {e.name: e for e in (
             Claim("fewer layers are worse", "base", "1 layer", ("loss of target tokens",)),
             Claim("half as wide is worse", "base", "half as wide", ("loss of target tokens",)),
             Claim("dropout helps", "base", "no dropout", ("loss of target tokens",)),
+            Claim("dropout helps where pairs are read many times", "few pairs", "few pairs, no dropout"),
             Claim("sinusoids are better than learned positions", "decoder, sinusoids", "decoder, learned positions"),
         ),
         published={"base": "1.59 (25.8)", "1 head": "1.67 (24.9)", "keys of 4": "1.64 (25.1, keys of 16)",
                    "1 layer": "1.81 (23.7, 2 layers)", "half as wide": "1.75 (24.5, 256)", "no dropout": "1.75 (24.6)",
                    "decoder, sinusoids": "1.59 (25.8)", "decoder, learned positions": "1.59 (25.7)"},
         published_as="log perplexity (BLEU)",
-        note="Positions are compared in a decoder alone; the paper found nearly no difference.",
+        note="Positions are compared in a decoder alone; the paper found nearly no difference. Most variants read a "
+        f"pair once, those with few pairs read {FEW_PAIRS:,} of them many times, as the paper's do.",
     ),
     Experiment(
         name="decoder-joined",
@@ -398,7 +417,7 @@ EXPERIMENTS: dict[str, Experiment] = {e.name: e for e in (
             "random first weights": lambda lab, seed: student(lab, seed, {"init": "random"}),
             "no teacher": lambda lab, seed: loss_and_size(lab, lab.pretrained("gpt2", seed, model={"layers": 2})),
             "teacher": lambda lab, seed: loss_and_size(
-                lab, lab.pretrained("gpt2", seed, model={"layers": 4}, steps=2 * STEPS)),
+                lab, lab.pretrained("gpt2", seed, model={"layers": 4}, steps=1.5 * STEPS)),
         },
         claims=(
             Claim("the distilled student is better than one without a teacher", "distilled", "no teacher", BITS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -161,13 +162,17 @@ class JobStage:
         folder = self.store / job.key
         folder.mkdir(parents=True, exist_ok=True)
         needs = [self.store / needed.key / "work" for needed in job.needs]
-        log = (folder / "log.txt").open("a", encoding="utf-8")
+        log, start = (folder / "log.txt").open("a", encoding="utf-8"), time.process_time()
         with log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             try:
                 results = KINDS[job.kind](job.settings, folder / "work", needs)
             except UserError as error:
                 raise UserError(f"{error} (in a job of kind {job.kind}, {folder})") from error
-        write_json(folder / "result.json", {"kind": job.kind, "settings": job.settings, "results": results})
+        seconds = round(time.process_time() - start, 1)  # shows whether the estimates are true
+        write_json(
+            folder / "result.json",
+            {"kind": job.kind, "settings": job.settings, "results": results, "processor_seconds": seconds},
+        )
         return {"seconds": job.seconds, "title": job.kind}
 
 

@@ -15,6 +15,7 @@ from plume.util.files import write_rows
 
 FEWEST_WORDS, MOST_WORDS = 5, 14
 LETTERS, SIZE = "abcdefghij", 3  # of a pattern
+VALIDATION_ROWS = 400  # so that the noise of a score is not that of its rows
 LONG_WORD = 4  # letters of a word that a later sentence may name again
 Rows = list[dict[str, object]]
 Passages = Sequence[Sequence[str]]  # the sentences of each document
@@ -33,7 +34,7 @@ def write_tasks(documents: Sequence[str], names: Sequence[str], folder: Path, ro
     for name in names:
         for split, part, count in (
             ("train", passages[cut:], rows),
-            ("validation", passages[:cut], max(100, rows // 2)),
+            ("validation", passages[:cut], max(VALIDATION_ROWS, rows)),
         ):
             made = MAKERS[name](part, count, generator(seed, f"{name} {split}"))
             if not made:

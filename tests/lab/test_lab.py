@@ -20,7 +20,7 @@ from plume.cli.main import main
 from plume.config import ReproduceConfig, TokenizerConfig, UserError
 from plume.hf import load_model, save_model
 from plume.lab import jobs, lab_report, runner
-from plume.lab.experiment import SCORES, Claim, Experiment, Lab, LabJob, jobs_of
+from plume.lab.experiment import KINDS_OF_MODEL, SCORES, Claim, Experiment, Lab, LabJob, jobs_of
 from plume.lab.papers import EXPERIMENTS
 from plume.lab.verdicts import paired_test, verdict
 from plume.text import train_tokenizer
@@ -100,7 +100,7 @@ def test_identical_variants_are_open_and_a_planted_effect_is_reproduced(tmp_path
 
 
 def test_an_experiment_is_written_and_repeats_nothing(probes, tmp_path):
-    experiment, config = probing(1.0), ReproduceConfig(folder=tmp_path / "a", scale=1.0)
+    experiment, config = probing(1.0), ReproduceConfig(folder=tmp_path / "a", scale=1.0, seeds=3)
     runner.run_experiment(experiment, config)
     assert len(probes) == 6
     first = (tmp_path / "a" / "probe" / "results.json").read_bytes()
@@ -110,6 +110,7 @@ def test_an_experiment_is_written_and_repeats_nothing(probes, tmp_path):
     text = (tmp_path / "a" / "probe" / "report.md").read_text()
     assert "| a |" in text and "made up" in text and "Scale 1, 3 seeds" in text
     assert (tmp_path / "a" / "probe" / "plot.png").stat().st_size > 1000
+    assert all("processor_seconds" in json.loads(f.read_text()) for f in (tmp_path / "a").glob("jobs/*/result.json"))
     assert json.loads(first)["claims"][0]["verdict"] in ("reproduced", "open")
     other = replace(experiment, name="other")
     runner.run_experiment(other, config)
@@ -123,7 +124,7 @@ def test_models_that_have_learned_nothing_are_named(monkeypatch, tmp_path):
         return {**probe(settings, work, needs), "loss": 5.0 + settings["noise"], "unigram": 5.99}
 
     monkeypatch.setitem(jobs.KINDS, "probe", trained)
-    config = ReproduceConfig(folder=tmp_path, scale=1.0)
+    config = ReproduceConfig(folder=tmp_path, scale=1.0, seeds=3)
     assert "no better than token" not in runner.run_experiment(probing(0.0), config)
     text = runner.run_experiment(replace(probing(1.0), name="other"), config)
     assert "3 of 6 pretrained models are no better than token frequencies alone" in text
@@ -131,7 +132,7 @@ def test_models_that_have_learned_nothing_are_named(monkeypatch, tmp_path):
 
 def test_an_interrupted_experiment_continues_with_the_same_bytes(probes, tmp_path, monkeypatch):
     experiment = probing(1.0)
-    runner.run_experiment(experiment, ReproduceConfig(folder=tmp_path / "whole", scale=1.0))
+    runner.run_experiment(experiment, ReproduceConfig(folder=tmp_path / "whole", scale=1.0, seeds=3))
     probes.clear()
     whole = jobs.KINDS["probe"]
 
@@ -141,7 +142,7 @@ def test_an_interrupted_experiment_continues_with_the_same_bytes(probes, tmp_pat
         return whole(settings, work, needs)
 
     monkeypatch.setitem(jobs.KINDS, "probe", stopped)
-    config = ReproduceConfig(folder=tmp_path / "cut", scale=1.0)
+    config = ReproduceConfig(folder=tmp_path / "cut", scale=1.0, seeds=3)
     with pytest.raises(KeyboardInterrupt):
         runner.run_experiment(experiment, config)
     monkeypatch.setitem(jobs.KINDS, "probe", whole)
@@ -241,6 +242,33 @@ def test_every_experiment_is_well_formed(tmp_path):
     assert len(EXPERIMENTS) == 14 and claims >= 12
 
 
+def test_models_of_every_kind_read_equally_many_tokens_at_rates_for_their_norms(tmp_path):
+    lab = Lab(ReproduceConfig(folder=tmp_path), 1.0, "")
+    found = {kind: lab.pretrained(kind, 0).settings for kind in KINDS_OF_MODEL}
+    tokens = {kind: s["train"]["batch"] * s["train"]["steps"] * s["model"]["context"] for kind, s in found.items()}
+    assert len(set(tokens.values())) == 1, tokens
+    after = {kind for kind, s in found.items() if s["train"]["muon_lr"] < 0.06 and s["train"]["lr"] < 0.02}
+    assert after == {"gpt", "bert", "transformer"}, "norms behind the blocks"
+
+
+def test_the_full_design_takes_about_ten_minutes_of_the_reference_machine(tmp_path):
+    lab = Lab(ReproduceConfig(folder=tmp_path), 1.0, "")
+    minutes = {name: runner.seconds_of(jobs_of(e.cells(lab))) / 60 for name, e in EXPERIMENTS.items()}
+    assert max(minutes.values()) < 13.5 and sum(minutes.values()) < 120, minutes
+
+
+def test_a_fine_tuning_costs_what_its_model_and_its_rows_cost(tmp_path):
+    """Steps and operations, against a count that is written out here; longer pretraining makes no task dearer."""
+    lab = Lab(ReproduceConfig(folder=tmp_path), 1.0, "")
+    short, long = (lab.pretrained("bert", 0, steps=count) for count in (10, 500))
+    one, other = (lab.finetuned(model, 0, ("word-order",))["word-order"][0] for model in (short, long))
+    assert (one.flops, one.steps) == (other.flops, other.steps) and one.steps == 2 * 3 * 25, "two rates, three epochs"
+    matrices = 3 * 12 * 64**2 + 1024 * 64
+    assert one.flops == pytest.approx(one.steps * 16 * 32 * 6 * matrices, rel=0.1)  # attention is the rest
+    cut = lab.features(long, 0, 1, ("word-order",))["word-order"][0]
+    assert cut.flops / cut.steps < 0.8 * one.flops / one.steps and cut.needs[0].seconds < 2
+
+
 def test_minutes_decide_the_scale(tmp_path):
     (tmp_path / "speed.json").write_text('{"slower": 2.0}')
     experiment = EXPERIMENTS["optimisers"]
@@ -319,7 +347,7 @@ def test_a_csv_and_a_text_give_the_table_of_gpt1_for_them(tmp_path):
     command = ["reproduce", "gpt1-ablations", "--data", str(tmp_path / "my.txt"), "--tasks", str(tmp_path / "my.csv")]
     assert main([*command, "--folder", str(tmp_path / "r"), "--scale", "0.02", "--seeds", "1"]) == 0
     found = json.loads((tmp_path / "r" / "gpt1-ablations" / "results.json").read_text())
-    assert list(found["table"]) == ["full", "no auxiliary loss", "no pretraining", "LSTM"]
+    assert list(found["table"]) == ["full", "no auxiliary loss", "no pretraining", "LSTM", "LSTM, fewer units"]
     assert all(list(row) == ["my"] for row in found["table"].values())
 
 
