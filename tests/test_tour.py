@@ -15,7 +15,7 @@ from tour import BROWSERS, VIEWS  # noqa: E402
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_the_whole_way_through_the_house(tmp_path):
+def test_the_tour_from_text_to_served_models(tmp_path):
     if not any(map(shutil.which, BROWSERS)):
         pytest.skip("needs Chromium; Debian's package chromium would do")
     folder = tmp_path / "a place with spaces"

@@ -1,4 +1,4 @@
-"""What can be counted about the package: `python tests/house.py` prints the figures, with places."""
+"""What can be counted about the package: `python tests/architecture.py` prints the figures, with places."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from house import TREES, figures
+from architecture import TREES, figures
 
 import plume
 
@@ -151,8 +151,8 @@ def test_messages_are_in_the_terms_of_the_field():
     assert [m[0] for m in PRIVATE.finditer(words)] == ["told"]  # of an example: "it was told to"
 
 
-def test_the_house_keeps_to_its_figures():
-    """Each figure of docs/architecture.md is a bound; `python tests/house.py` shows where one is passed."""
+def test_the_package_keeps_to_its_figures():
+    """Each figure of docs/architecture.md is a bound; `python tests/architecture.py` shows where one is passed."""
     drawing = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = drawing.split("<!-- figures -->")[1].split("<!-- /figures -->")[0]
     stated = {name: int(bound) for name, bound in re.findall(r"^\|[^|]+\| ([^|]+) \| (\d+) \|", table, re.MULTILINE)}
