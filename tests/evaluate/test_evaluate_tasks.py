@@ -145,7 +145,7 @@ def test_rows_of_another_make_are_named(trained_folder, tmp_path):
 
 def test_missing_data_says_what_to_do(trained_folder, tmp_path):
     with pytest.raises(
-        UserError, match=r"has no piqa/test.jsonl; --data FOLDER or --tasks piqa=FILE names them; and the"
+        UserError, match=r"has no piqa/test.jsonl; name it with --data FOLDER or --tasks piqa=FILE; baber/piqa cannot"
     ):
         run(trained_folder, "piqa", data=tmp_path)
 

@@ -62,7 +62,9 @@ def test_an_integer_answer_is_an_index(tmp_path):
     options = [["3", "2", "5", "7"], ["1", "0"], ["4", "5"], ["x", "y"], ["7.5", "8"]]
     rows = [{"choices": c, "label": a} for a, c in zip(given, options, strict=True)]
     assert [e.label for e in load_task(choices(tmp_path, *rows)).train] == [2, 0, 1, 1, 0]
-    with pytest.raises(UserError, match="line 1: the label '2' is the text of choice 1 and the index of another; the "):
+    with pytest.raises(
+        UserError, match="line 1: the label '2' is the text of choice 1 and the index of another; give the "
+    ):
         load_task(choices(tmp_path, {"choices": ["3", "2", "5", "7"], "label": "2"}))
 
 
