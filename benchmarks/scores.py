@@ -119,7 +119,8 @@ def harness_accuracy(folder: Path, rows: Sequence[TaskRow], place: Path) -> floa
     from lm_eval.models.huggingface import HFLM
 
     file = place / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    pairs = ({name: row[name] for name in ("sentence_good", "sentence_bad")} for row in rows)  # other columns differ
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
     task = {
         "task": "pairs",
         "dataset_path": "json",

@@ -32,7 +32,7 @@ DATA_PARTS = {"1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "2": 2.0}
 BITS = ("bits per byte",)
 MASKED_BATCH = BATCH * CONTEXT // SHORT_CONTEXT
 SHORT = 400  # characters of a document, so that a row often holds two
-PAIRS, FEW_PAIRS = 20_000, 800  # of a translation: more than are read, or so few that each is read many times
+PAIRS, FEW_PAIRS = 20_000, 200  # of a translation: more than are read, or so few that each is read many times
 FEW_UNITS = 88  # an LSTM with 0.4 of the weights of the Transformer's blocks, as in the paper
 
 

@@ -266,6 +266,7 @@ def test_long_lines_and_pages_are_counted_in_bounded_memory(tmp_path, monkeypatc
     assert tally.bytes["longer than 64 MB"] == 5013 and tally.bytes["page longer than 0 MB"] == 100_006
 
 
+@pytest.mark.slow
 def test_a_bomb_is_read_in_bounded_memory(tmp_path):
     """200 MB of one character in 200 kB: the blocks never hold more than a part of it."""
     path = tmp_path / "bomb.txt.gz"

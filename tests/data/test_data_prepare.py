@@ -145,6 +145,7 @@ def test_parts_of_pairs_and_of_a_border_inside_a_document(tmp_path, monkeypatch)
         assert sorted({*expected, len(splits[0])}) == sorted({*firsts, len(splits[0])})
 
 
+@pytest.mark.slow
 def test_workers_are_kept_from_stage_to_stage(tmp_path, whole, monkeypatch):
     started, original = [], pool.start_workers
 

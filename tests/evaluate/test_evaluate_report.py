@@ -93,7 +93,7 @@ main(sys.argv[2:])
 """
 
 
-@pytest.mark.parametrize("before", [1, 3000])
+@pytest.mark.parametrize("before", [1, pytest.param(3000, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_without_scoring_anything_twice(trained_folder, tmp_path, before):
     """A real process, killed in the middle; what it had stored is reused, the rest is scored once."""
     rows = [{"context": story(n, 2), "choices": [f"{w} {n}" for w in ("milk", "hay", "bones")], "answer": 0}
@@ -317,6 +317,7 @@ main(["sweep", sys.argv[1]])
 """
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
     """A real process, killed while it trains the second size; the losses are those of a sweep that was left alone."""
     sizes = '["1x16", "2x32", "2x48"]'
@@ -346,6 +347,7 @@ def test_tasks_on_a_cluster_score_as_here(trained_folder, made, tmp_path, monkey
     assert files[0] and files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_sizes_on_a_cluster_are_those_trained_here(tmp_path, monkeypatch):
     assert main(["sweep", str(sweep_recipe(tmp_path, "here", 6, '["1x16", "2x16"]'))]) == 0
     monkeypatch.setattr("plume.evaluate.size_sweep.run_on_ray", as_ray_would)
@@ -362,6 +364,7 @@ def test_tasks_of_the_harness_need_the_harness(trained_folder, monkeypatch):
         evaluate(EvaluateConfig(model=str(trained_folder), tasks=("harness:piqa",)))
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_says_so_and_goes_on(tmp_path, capsys, monkeypatch):
     """Ctrl-C saves the size that is being trained; the exit code is that of a training that was stopped."""
     from plume.train.loop import Trainer

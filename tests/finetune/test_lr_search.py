@@ -49,6 +49,7 @@ def test_findings_come_before_the_search_and_do_not_ask_for_another(tmp_path, ca
     assert "Failed runs" not in report or "lower learning rate" not in report
 
 
+@pytest.mark.slow
 def test_the_search_finds_a_rate_near_the_best_of_a_grid(tmp_path):
     random_base("bert", tmp_path / "bert", std=0.1)
     write_reviews(tmp_path / "reviews.csv", copies=16)

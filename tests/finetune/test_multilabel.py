@@ -63,6 +63,7 @@ def test_metrics_and_baseline_equal_scikit_learn(tmp_path):
         assert ours == model.predict(rows).tolist()
 
 
+@pytest.mark.slow
 def test_a_whole_run_with_thresholds(tmp_path):
     random_base("bert", tmp_path / "bert")
     config = FinetuneConfig(

@@ -269,6 +269,7 @@ def test_a_fine_tuning_costs_what_its_model_and_its_rows_cost(tmp_path):
     assert cut.flops / cut.steps < 0.8 * one.flops / one.steps and cut.needs[0].seconds < 2
 
 
+@pytest.mark.slow
 def test_minutes_decide_the_scale(tmp_path):
     (tmp_path / "speed.json").write_text('{"slower": 2.0}')
     experiment = EXPERIMENTS["optimisers"]

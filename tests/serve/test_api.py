@@ -428,6 +428,7 @@ def test_only_this_machines_names_are_answered_without_keys(client):
     assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
 
 
+@pytest.mark.slow
 def test_a_client_that_goes_away_frees_its_place(client, server, tokenizer):
     served = server.app.state.models._open["gpt"]
     before = served.scheduler.counters.cancelled

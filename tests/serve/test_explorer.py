@@ -431,6 +431,7 @@ def test_fine_tuned_models_are_shown_on_their_tokens(browser, site):
 # ---- faults mended
 
 
+@pytest.mark.slow
 def test_thirty_runs_ticked_and_unticked_leave_the_page_alive(browser, site):
     visit = Visit(browser, site)
     open_now, most = set(), [0]
@@ -527,7 +528,7 @@ def test_an_english_gpt_opens_on_what_it_attends_to(browser, tmp_path):
 # ---- tours
 
 
-@pytest.mark.parametrize("model", ["gpt", "labels", "seq"])
+@pytest.mark.parametrize("model", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in ("labels", "seq"))])
 def test_every_tour_plays_on_every_model(browser, site, model):
     visit = Visit(browser, site)
     visit.open("next", model=model, text=TEXT, pair=TARGET)

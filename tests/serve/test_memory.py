@@ -105,6 +105,7 @@ def test_threads_of_a_burst_end(served, monkeypatch):
     assert after <= 3  # one for readings, one of asyncio.to_thread
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone has heaps of threads")
 def test_threads_share_heaps(tmp_path):
     """Libraries may have made some when they were imported; requests make no more."""

@@ -140,7 +140,7 @@ def test_the_tab_of_the_view_is_in_sight_on_a_phone(browser, site):
     visit.close()
 
 
-@pytest.mark.parametrize("width", [360, 1200, 1280])
+@pytest.mark.parametrize("width", [360, *(pytest.param(width, marks=pytest.mark.slow) for width in (1200, 1280))])
 def test_the_page_does_not_jump_while_it_fills(browser, site, width):
     """As browsers count it: what moved, by how far, without the reader having done anything."""
     visit = Visit(browser, site, viewport={"width": width, "height": 740})

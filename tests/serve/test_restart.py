@@ -14,7 +14,7 @@ import pytest
 
 from plume.lm import load
 
-ROUNDS, TOKENS = 2, 30
+CLIENTS, ROUNDS, TOKENS = 64, 2, 30
 
 
 def start(listener: socket.socket, folder, place, name: str) -> subprocess.Popen:
@@ -50,10 +50,10 @@ async def stream(client: httpx.AsyncClient, url: str, seed: int) -> str:
     return text
 
 
-@pytest.mark.parametrize("clients", [8, pytest.param(64, marks=pytest.mark.slow)])
-def test_a_rolling_restart_loses_no_token(models, tmp_path, clients):
+@pytest.mark.slow
+def test_a_rolling_restart_loses_no_token(models, tmp_path):
     lm = load(models["gpt"], engine="torch")
-    expected = [lm.generate("The robot", max_new_tokens=TOKENS, seed=seed, top_k=None).text for seed in range(clients)]
+    expected = [lm.generate("The robot", max_new_tokens=TOKENS, seed=seed, top_k=None).text for seed in range(CLIENTS)]
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(256)
@@ -75,7 +75,7 @@ def test_a_rolling_restart_loses_no_token(models, tmp_path, clients):
             each_its_own = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # a connection per stream
             async with httpx.AsyncClient(timeout=120, limits=each_its_own) as http:
                 while not replacing.done() or rounds < 2:  # before, during and after
-                    await asyncio.gather(*(client(http, seed) for seed in range(clients)))
+                    await asyncio.gather(*(client(http, seed) for seed in range(CLIENTS)))
                     rounds += replacing.done()
 
         try:

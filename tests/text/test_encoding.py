@@ -146,6 +146,7 @@ def test_remembered_chunks_have_the_ids_of_tokenizers(
         assert [ids.tolist() for ids in tokenizers[kind].encode_batch(texts)] == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REMEMBERED)
 def test_a_memory_grows_and_begins_anew(remembering: None, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(encode_cache, "MAX_CACHED_BYTES", 1 << 19)
