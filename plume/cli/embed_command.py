@@ -82,7 +82,7 @@ def table_texts(config: EmbedConfig) -> Iterator[tuple[Any, str]]:
 def cell(row: Row, column: str, path: Path, number: int, option: str) -> Any:
     if column not in row:
         raise UserError(
-            f"{path} line {number} has no column {column!r}{did_you_mean(column, row)}; its columns are "
-            f"{', '.join(row)}: --{option} NAME"
+            f"{path} line {number} has no column {column!r}; its columns are {', '.join(row)}: --{option} NAME"
+            f"{did_you_mean(column, row)}"
         )
     return row[column]

@@ -207,7 +207,7 @@ class Conversation:
             return
         name, _, rest = line[1:].partition(" ")
         if name not in self.commands:
-            raise UserError(f"there is no command /{name}{did_you_mean(name, self.commands)}; /help shows them all")
+            raise UserError(f"there is no command /{name}; /help shows them all{did_you_mean(name, self.commands)}")
         self.commands[name](rest)
 
     def say(self, text: str) -> None:

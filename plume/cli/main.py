@@ -64,7 +64,7 @@ def verify_data(words: Words, _: Flags) -> None:
     wanted = settings(config.VerifyConfig, words, "folder")
     from plume.data import verify_shards
 
-    show(f"{wanted.folder}: {verify_shards(wanted.folder) / 1e6:,.1f} MB of shards match their hashes")
+    show(f"{wanted.folder}: {verify_shards(wanted.folder):,} bytes of shards match their hashes")
 
 
 def train_tokenizer(words: Words, _: Flags) -> None:
@@ -78,13 +78,16 @@ def train_tokenizer(words: Words, _: Flags) -> None:
 def inspect_tokenizer(words: Words, _: Flags) -> None:
     wanted = settings(config.InspectConfig, words, "folder", "text")
     from plume.text import inspect_table, load_tokenizer
+    from plume.util.hub import bundled
 
-    show(inspect_table(load_tokenizer(wanted.folder), wanted.text))
+    included = None if wanted.folder.is_dir() else bundled(str(wanted.folder))
+    show(inspect_table(load_tokenizer(wanted.folder if included is None else included), wanted.text))
 
 
 def pretrain(words: Words, flags: Flags) -> None:
     if not words:
-        raise UserError("which recipe? for example plume pretrain gpt2-laptop")
+        known = ", ".join(config.recipe_names())
+        raise UserError(f"which recipe? for example plume pretrain gpt2-laptop; Plume includes {known}")
     wanted = settings(config.PretrainConfig, words)
     from plume.train.pretrain import pretrain as run
 

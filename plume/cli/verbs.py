@@ -118,7 +118,7 @@ VERBS: dict[str, dict[str, Verb]] = {
         ),
         "export": Verb(
             "MODEL [--format gguf] [--out FILE]",
-            "Convert a model for another runtime, and verify it there.",
+            "Convert a model for another runtime, and verify it there if that is installed.",
             config.ExportConfig,
         ),
     },
@@ -130,7 +130,7 @@ VERBS: dict[str, dict[str, Verb]] = {
             {"compare": "compare two report folders"},
         ),
         "sweep": Verb(
-            "RECIPE --folder FOLDER [--sizes 1x32 2x64]",
+            "RECIPE [--folder FOLDER] [--sizes 1x32 2x64]",
             "Train several sizes on the same data: loss against parameters and compute. An interrupted sweep continues "
             "when it is started again.",
             config.SweepConfig,
@@ -163,7 +163,7 @@ def verb_of(words: Sequence[str]) -> str:
     for name in (" ".join(words[:2]), *words[:1]):
         if name in KNOWN:
             return name
-    raise UserError(f"there is no verb {words[0]!r}{did_you_mean(words[0], KNOWN)}; plume --help lists them")
+    raise UserError(f"there is no verb {words[0]!r}; plume --help lists them{did_you_mean(words[0], KNOWN)}")
 
 
 def split_flags(verb: Verb, words: Sequence[str]) -> tuple[list[str], set[str]]:
@@ -218,13 +218,13 @@ def overview() -> str:
     lines = [
         "Usage: plume VERB ...",
         "",
-        "From raw text to a pretrained, fine-tuned, evaluated, served and explorable language model.",
+        *wrapped("From raw text to a pretrained, fine-tuned, evaluated, served and explorable language model."),
     ]
     for title, verbs in VERBS.items():
         lines += ["", f"{title}:", *rows({name: verb.about for name, verb in verbs.items() if " " not in name})]
     lines += [
         "",
-        "Begin with `plume demo`. Every verb explains its options: `plume finetune --help`.",
+        *wrapped("Begin with `plume demo`. Every verb explains its options: `plume finetune --help`."),
         "--version prints the version.",
     ]
     return "\n".join(lines)

@@ -47,6 +47,7 @@ from plume.config.recipes import (
     locate,
     parse_options,
     read_recipe,
+    recipe_names,
     takes_fields,
     with_overrides,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "parse_options",
     "preset",
     "read_recipe",
+    "recipe_names",
     "takes_fields",
     "trained_like",
     "with_overrides",

@@ -115,7 +115,7 @@ class DataConfig(Checked):
     split: Literal["hash", "tail"] | None = option(
         None, "validation split by document hash or from the end; unset: tail below 1000 documents"
     )
-    shard_mb: int = option(16, "MB of input per shard")
+    shard_mb: int = option(16, "MB of input per piece of work")
     workers: int | None = option(None, "worker processes; unset: one per core")
     backend: Backend = option("local", BACKEND)
     token_budget: int | None = option(None, "training tokens for the epochs in the report; unset: one epoch")

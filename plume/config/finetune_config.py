@@ -123,7 +123,7 @@ class FinetuneConfig(Checked):
     label_smoothing: float = option(0.0, "label smoothing, spread over all labels")
     contrastive: int | None = option(None, "few-shot: steps on pairs of rows, then a logistic regression; unset: off")
     temperature: float = option(0.05, "temperature of the contrastive loss, for embed")
-    tune_threshold: bool = option(False, "binary tasks: tune the decision threshold on validation")
+    tune_threshold: bool = option(False, "binary and multi-label tasks: tune the decision threshold on validation")
     metric: str | None = option(None, "metric that picks the best checkpoint; unset: the task's own")
     validate_every: int | None = option(None, "steps between validations; unset: five per epoch, at least 5 steps")
     patience: int | None = option(None, "early stopping: validations without improvement; unset: off")

@@ -134,6 +134,9 @@ def _fill(root: type, kind: type, table: Mapping[str, Any], path: str) -> tuple[
             filled[name] = [value] if alone else value  # one value stands for a list of one
             if value == "none" and type(None) in get_args(known[name]):  # TOML and the command line have no None
                 filled[name] = None
+    for f in fields(kind):  # of a section that is missing, the fields that it needs are named
+        if f.default is MISSING and is_dataclass(known[f.name]) and known[f.name] is not ModelConfig:
+            filled.setdefault(f.name, {})
     return filled, problems
 
 
@@ -280,13 +283,17 @@ def find_recipe(name: str) -> tuple[dict[str, Any], str]:
         return read_recipe(ours if ours.is_file() and not path.exists() else path), str(path)
     if (path / RECIPE).is_file():
         return read_recipe(path / RECIPE) | {"folder": str(path)}, str(path / RECIPE)
-    known = {file.stem: file for file in sorted(RECIPES.glob("*.toml"))}
+    known = recipe_names()
     if name not in known:
         raise UserError(
-            f"there is no recipe {name!r}{did_you_mean(name, known)}; a recipe is a .toml file, a run folder "
-            f"or one of {', '.join(known)}"
+            f"there is no recipe {name!r}; a recipe is a .toml file, a run folder or one of {', '.join(known)}"
+            f"{did_you_mean(name, known)}"
         )
     return read_recipe(known[name]), name
+
+
+def recipe_names() -> dict[str, Path]:
+    return {file.stem: file for file in sorted(RECIPES.glob("*.toml"))}
 
 
 def parse_options(kind: type, words: Sequence[str]) -> tuple[list[str], dict[str, str | list[str]]]:

@@ -246,7 +246,7 @@ def find_protocol(
 ) -> ScoringProtocol:
     """A protocol by name; what is given besides is changed in it and so in what the results say."""
     if name not in PROTOCOLS:
-        raise UserError(f"there is no protocol {name!r}{did_you_mean(name, PROTOCOLS)}; all: {', '.join(PROTOCOLS)}")
+        raise UserError(f"there is no protocol {name!r}; all: {', '.join(PROTOCOLS)}{did_you_mean(name, PROTOCOLS)}")
     chosen = replace(PROTOCOLS[name], stride=stride)
     chosen = chosen if boundary is None else replace(chosen, boundary=boundary)
     return chosen if stop_word_filter is None else replace(chosen, stop_word_filter=stop_word_filter)

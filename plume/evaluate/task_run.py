@@ -374,7 +374,7 @@ def interval(records: Sequence[Record], name: str, found: Metric) -> tuple[float
     if all(isinstance(value, float) and 0 <= value <= 1 for value in values) and name.startswith(("acc", "exact")):
         n, share, z = len(values), found.value, 1.96
         middle, spread = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-        return (middle - spread) / (1 + z * z / n), (middle + spread) / (1 + z * z / n)
+        return max(0.0, (middle - spread) / (1 + z * z / n)), min(1.0, (middle + spread) / (1 + z * z / n))
     if found.stderr is None:
         return None
     return found.value - 1.96 * found.stderr, found.value + 1.96 * found.stderr

@@ -273,7 +273,7 @@ class ForwardPass:
         if stack not in self.stacks:
             raise UserError(f"stack={stack!r} is not in this model; it has {' and '.join(self.stacks)}")
         if part not in PARTS:
-            raise UserError(f"there is no part {part!r}{did_you_mean(part, PARTS)}; all: {', '.join(PARTS)}")
+            raise UserError(f"there is no part {part!r}; all: {', '.join(PARTS)}{did_you_mean(part, PARTS)}")
         if (part in BLOCK_PARTS) != (layer is not None):
             raise UserError(
                 f"layer={layer}: {part} {'is a part of a block' if layer is None else 'belongs to no block'}"

@@ -36,7 +36,7 @@ def reproduce(config: ReproduceConfig) -> Iterator[RenderableType]:
     for name in chosen:
         if name not in EXPERIMENTS:
             raise UserError(
-                f"there is no experiment {name!r}{did_you_mean(name, EXPERIMENTS)}; plume reproduce lists them"
+                f"there is no experiment {name!r}; plume reproduce lists them{did_you_mean(name, EXPERIMENTS)}"
             )
     from rich.markdown import Markdown
 
@@ -91,17 +91,20 @@ def seconds_of(jobs: Sequence[LabJob]) -> float:
     return sum(job.seconds for job in jobs)
 
 
-def speed(folder: Path) -> float:
+def speed(folder: Path, *, keep: bool = True) -> float:
     """How much slower than the reference laptop this machine is: measured once for a folder, so that runs agree."""
     from dataclasses import replace
 
     from plume.train.objectives import measure_step
 
     file = folder / "speed.json"
-    if not file.is_file():
-        model = replace(PRESETS["gpt-laptop"], layers=2, width=64, context=64, vocab_size=1024)
-        write_json(file, {"slower": round(measure_step(model, 4) / SPEED_STEP, 2)})
-    return float(read_json(file)["slower"])
+    if file.is_file():
+        return float(read_json(file)["slower"])
+    model = replace(PRESETS["gpt-laptop"], layers=2, width=64, context=64, vocab_size=1024)
+    slower = round(measure_step(model, 4) / SPEED_STEP, 2)
+    if keep:
+        write_json(file, {"slower": slower})
+    return slower
 
 
 def data_digest(config: ReproduceConfig) -> str:
@@ -182,22 +185,21 @@ class JobStage:
 def overview(config: ReproduceConfig) -> RenderableType:
     from rich.table import Table
 
-    slower = speed(config.folder)
-    shown = Table("experiment", "question", "claims", "jobs", "TFLOP", "minutes here", title="Experiments")
-    shown.columns[0].no_wrap = True
+    slower = speed(config.folder, keep=False)
+    shown = Table("experiment", "claims", "jobs", "TFLOP", "minutes here", title="Experiments", show_lines=True)
     for experiment in EXPERIMENTS.values():
         jobs = jobs_of(experiment.cells(lab_for(experiment, config)))
         minutes = f"{seconds_of(jobs) * slower / 60:.0f}"
         operations = f"{sum(job.flops for job in jobs) / 1e12:.1f}"
         counts = (str(len(experiment.claims)), str(len(jobs)), operations, minutes)
-        shown.add_row(experiment.name, f"{experiment.question} [dim]{experiment.paper}[/]", *counts)
+        shown.add_row(f"[bold]{experiment.name}[/]\n{experiment.question} [dim]{experiment.paper}[/]", *counts)
     return shown
 
 
 def described(experiment: Experiment, lab: Lab) -> RenderableType:
     from rich.table import Table
 
-    jobs, slower = jobs_of(experiment.cells(lab)), speed(lab.config.folder)
+    jobs, slower = jobs_of(experiment.cells(lab)), speed(lab.config.folder, keep=False)
     shown = Table("job", "number", "minutes here", title=f"{experiment.name} at scale {lab.scale:g}")
     for kind, same in groupby(sorted(jobs, key=lambda job: job.kind), key=lambda job: job.kind):
         group = list(same)

@@ -178,7 +178,7 @@ class Model(nn.Module):
     def __init__(self, config: ModelConfig, head: str = "next-token", labels: Sequence[str] = ()) -> None:
         super().__init__()
         if head not in HEADS:
-            raise UserError(f"there is no head {head!r}{did_you_mean(head, HEADS)}; all: {', '.join(HEADS)}")
+            raise UserError(f"there is no head {head!r}; all: {', '.join(HEADS)}{did_you_mean(head, HEADS)}")
         self.config, self.kind, self.labels = config, head, tuple(labels)
         self.body: Transformer | EncoderDecoder
         stack = Recurrent if config.recurrent else Transformer

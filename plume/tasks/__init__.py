@@ -45,7 +45,7 @@ def kind_named(name: str) -> type[TaskKind]:
     """The kind of task with this name."""
     names = {kind.name: kind for kind in KINDS}
     if name not in names:
-        raise UserError(f"task.kind={name!r} does not exist{did_you_mean(name, names)}; kinds are {', '.join(names)}")
+        raise UserError(f"task.kind={name!r} does not exist; kinds are {', '.join(names)}{did_you_mean(name, names)}")
     return names[name]
 
 

@@ -142,7 +142,7 @@ def _with_glue(config: TaskConfig) -> tuple[TaskConfig, str | None]:
         return config, None
     name = config.name.lower().replace("-", "").replace("_", "")
     if name not in GLUE:
-        raise UserError(f"task.name={config.name!r} is not known{did_you_mean(name, GLUE)}; all: {', '.join(GLUE)}")
+        raise UserError(f"task.name={config.name!r} is not known; all: {', '.join(GLUE)}{did_you_mean(name, GLUE)}")
     glue = GLUE[name]
     filled = replace(
         config,

@@ -159,7 +159,7 @@ def _texts(side: tuple[Part, ...], values: Mapping[str, Any]) -> list[str]:
             if part.field == "question":  # a story has none
                 continue
             raise UserError(
-                f"the template needs {{{part.field}}}{did_you_mean(part.field, values)}; fields are {', '.join(values)}"
+                f"the template needs {{{part.field}}}; fields are {', '.join(values)}{did_you_mean(part.field, values)}"
             )
         text = part.words if part.field is None else str(values[part.field])
         texts.append(f" {text}" if texts else text)

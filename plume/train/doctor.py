@@ -123,13 +123,18 @@ def show_diagnosis(found: Diagnosis) -> None:
 
     console = Console()
     console.print(f"Python {found.python}, torch {found.torch}", highlight=False)
-    speed = "\nGFLOP/s"
+    speed = " GFLOP/s"
     titles = ("rank", "host", "device", "memory", "threads", f"float32{speed}", f"bfloat16{speed}", "precision")
-    table = Table(*(Column(title, overflow="fold") for title in titles))
+    rows = []
     for health in found.ranks:
-        speeds = [f"{rate / 1e9:,.0f}" for rate in (health.float32, health.bfloat16)]
+        rates = [rate / 1e9 for rate in (health.float32, health.bfloat16)]
+        speeds = [f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}" for rate in rates]
         memory = f"{health.memory_gb} GiB"
         row = [str(health.rank), health.host, health.device, memory, str(health.threads), *speeds, health.precision]
+        rows.append(row)
+    alone = len(rows) == 1  # then a line each, which fits into a narrow terminal
+    table = Table(*(Column(title, overflow="fold") for title in titles[: 2 if alone else None]), show_header=not alone)
+    for row in zip(titles[1:], rows[0][1:], strict=True) if alone else rows:
         table.add_row(*row)
     console.print(table)
     if found.bytes_per_second is not None and found.all_reduce_seconds is not None:

@@ -46,6 +46,7 @@ def describe_data(plan: FinetunePlan) -> str:
 
 def describe_rate(plan: FinetunePlan) -> str:
     rate, epochs = f"learning rate {plan.lr:.3g} ({plan.lr_source})", f"{plan.config.epochs:g} epochs"
+    epochs = "1 epoch" if plan.config.epochs == 1 else epochs
     if plan.config.contrastive is not None:
         epochs = f"{plan.config.contrastive} steps on pairs of rows, then logistic regression"
     return f"- {rate}, {epochs}, batch size {plan.config.batch}"

@@ -77,7 +77,8 @@ class Progress:
         began, show = time.monotonic(), self._line(name, total, completed)
         yield show
         if self.lines and self.unit == "items":
-            print(f"{name}: {total} items in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+            items, seconds = "item" if total == 1 else "items", time.monotonic() - began
+            print(f"{name}: {total} {items} in {seconds:.1f} s", file=sys.stderr, flush=True)
 
     def _line(self, name: str, total: int, completed: int) -> Callable[..., None]:
         began = printed = time.monotonic()

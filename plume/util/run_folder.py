@@ -252,6 +252,8 @@ def find_runs(folders: Sequence[Path]) -> list[RunInfo]:
     """The runs named, and those below a folder that is none itself."""
     found: list[RunInfo] = []
     for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"there is no folder {folder}; runs of Plume are in runs/ unless --folder says otherwise")
         below = sorted(path.parent for path in folder.glob(f"*/{RECIPE}"))
         found += [read_run(path) for path in below] if below else [read_run(folder)]
     return found
