@@ -15,12 +15,12 @@ section name. Names are imported when they are first used.
 from __future__ import annotations
 
 import os
-import stat
 import tempfile
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from plume.util import places
 
 if TYPE_CHECKING:
     from plume.config import (
@@ -109,28 +109,13 @@ def _find_places_to_write() -> None:
 
     numba refuses to work without any, and reads where it is when it is imported.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache")))
-    usual = {"NUMBA_CACHE_DIR": (Path(__file__).parent, cache / "numba"), "MPLCONFIGDIR": (cache / "matplotlib",)}
-    for name, places in usual.items():
-        if name not in os.environ and not any(map(_writable, places)):
-            os.environ[name] = _own_folder()
-
-
-def _own_folder() -> str:
-    """The same for every run of this user, and nobody else's: code is loaded from there."""
-    user = os.getuid() if hasattr(os, "getuid") else 0
-    place = Path(tempfile.gettempdir()) / f"plume-{user}"
-    with suppress(FileExistsError):
-        place.mkdir(mode=0o700)
-    found = place.lstat()
-    safe = stat.S_ISDIR(found.st_mode) and found.st_uid == user and not found.st_mode & 0o077
-    return str(place) if safe or os.name == "nt" else tempfile.mkdtemp(prefix="plume-")
-
-
-def _writable(path: Path) -> bool:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return os.access(path, os.W_OK)
+    cache, package = places.cache_root(), Path(__file__).parent
+    usual = {"NUMBA_CACHE_DIR": [package], "MPLCONFIGDIR": []}
+    if cache is not None:
+        usual = {"NUMBA_CACHE_DIR": [package, cache / "numba"], "MPLCONFIGDIR": [cache / "matplotlib"]}
+    for name, found in usual.items():
+        if name not in os.environ and not any(map(places.writable, found)):
+            os.environ[name] = str(places.own_folder(tempfile.gettempdir()))
 
 
 _find_places_to_write()

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 from families import FAMILIES, random_model
 
-import plume
 from plume.cli.generate_command import answer
 from plume.cli.main import COMMANDS, main
 from plume.cli.verbs import KNOWN, VERBS, settings
@@ -28,7 +27,7 @@ from plume.config import (
 )
 from plume.hf import save_model
 from plume.train.pretrain import plain
-from plume.util import files
+from plume.util import files, places
 from plume.util.console import shown, tell
 from plume.util.run_folder import write_recipe
 
@@ -337,12 +336,39 @@ def test_a_teacher_that_does_not_exist(here, capsys):
     assert "there is no folder no/where/at/all" in capsys.readouterr().err
 
 
-def test_a_file_in_the_place_of_the_temporary_folder(tmp_path, monkeypatch):
+def test_a_file_in_the_place_of_the_temporary_folder(tmp_path):
     """Anybody can make one there, and importing plume must not end with it."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    first = Path(plume._own_folder())
-    assert first.is_dir() and plume._own_folder() == str(first)
+    first = places.own_folder(str(tmp_path))
+    assert first.is_dir() and places.own_folder(str(tmp_path)) == first
     first.rmdir()
     first.write_text("not a folder")
-    other = Path(plume._own_folder())
-    assert other.is_dir() and other != first
+    places.own_folder.cache_clear()  # as in the next process
+    other = places.own_folder(str(tmp_path))
+    assert other.is_dir() and other != first and places.own_folder(str(tmp_path)) == other
+
+
+def test_a_user_without_a_home(tmp_path):
+    """Such as a container with --user 12345: a folder in the temporary one is the cache, and `~` stays as it is."""
+    code = """
+import os, pwd
+pwd.getpwuid = pwd.getpwnam = lambda _: {}["unknown"]
+import plume
+from plume.config import at_home
+from plume.util.places import user_cache
+print(user_cache(), os.environ["MPLCONFIGDIR"], at_home("~/texts"))
+"""
+    unset = ("HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR")
+    env = {name: value for name, value in os.environ.items() if name not in unset} | {"TMPDIR": str(tmp_path)}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path)
+    own = tmp_path / f"plume-{os.getuid()}"
+    assert found.stdout.split() == [str(own), str(own), "~/texts"], found.stderr
+    assert own.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("home", ["a file", "a file/below"])
+def test_a_home_that_cannot_be_written_to(home, tmp_path, monkeypatch):
+    (tmp_path / "a file").touch()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / home))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert places.user_cache() == tmp_path / f"plume-{os.getuid()}"

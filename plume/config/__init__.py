@@ -22,6 +22,7 @@ from plume.config.fields import (
     TopPRule,
     TrainPrecision,
     UserError,
+    at_home,
     did_you_mean,
 )
 from plume.config.finetune_config import AdaptConfig, FinetuneConfig, TaskConfig
@@ -113,6 +114,7 @@ __all__ = [
     "UserError",
     "VerifyConfig",
     "advice",
+    "at_home",
     "build",
     "describe",
     "did_you_mean",

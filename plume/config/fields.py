@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
@@ -115,6 +117,11 @@ def not_probability(config: Any, examples: Mapping[str, float]) -> Iterator[str]
 
 
 # ---- names that are alike
+
+
+def at_home(path: str | Path) -> Path:
+    """With the home folder for `~`; as it is where there is none of that name."""
+    return Path(os.path.expanduser(path))
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -20,6 +20,7 @@ from plume.config.fields import (
     TopPRule,
     WeightPrecision,
     about,
+    at_home,
     below_one,
     not_positive,
     option,
@@ -184,7 +185,7 @@ class ExportConfig:
     @property
     def path(self) -> Path:
         name = f"model-{self.precision}.gguf" if self.format == "gguf" else f"model{'-cache' * bool(self.cache)}.onnx"
-        folder = Path(self.model).expanduser()
+        folder = at_home(self.model)
         return (folder / name if folder.is_dir() else Path(name)) if self.out is None else self.out
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass, replace
@@ -26,7 +25,7 @@ from typing import (
 )
 
 from plume.config.aliases import ALIASES
-from plume.config.fields import UserError, did_you_mean, help_of, nearest, refuse
+from plume.config.fields import UserError, at_home, did_you_mean, help_of, nearest, refuse
 from plume.config.model_config import PRESETS, ModelConfig, preset
 
 T = TypeVar("T")
@@ -252,10 +251,6 @@ def with_paths(config: Any) -> Any:
         elif isinstance(value, tuple) and hint == tuple[Path, ...]:
             changed[name] = tuple(map(at_home, value))
     return replace(config, **changed) if changed else config
-
-
-def at_home(path: str | Path) -> Path:
-    return Path(os.path.expanduser(path))
 
 
 class CallableModule(ModuleType):

@@ -23,6 +23,7 @@ from plume.config.fields import (
     Strategy,
     TrainPrecision,
     about,
+    at_home,
     below_one,
     below_zero,
     not_positive,
@@ -324,7 +325,7 @@ class DoctorConfig:
 
 def trained_like(teacher: str) -> dict[str, Any]:
     """The training settings and the prepared data of a teacher's run folder, where its student's recipe starts."""
-    file = Path(teacher).expanduser() / RECIPE
+    file = at_home(teacher) / RECIPE
     if not file.is_file():
         return {}
     recipe = read_recipe(file)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from plume.config import DataConfig, UserError, did_you_mean
+from plume.config import DataConfig, UserError, at_home, did_you_mean
 from plume.data.plaintext import can_split, detect_encoding, text_blocks
 from plume.data.tables import COMPRESSED, TABLES, Row, open_bytes, suffix_of
 from plume.util.hub import hub_is_offline
@@ -81,7 +81,7 @@ def file_names(spec: str) -> list[str]:
     """The same as texts: of many files, to make a Path of each takes as long as to find them."""
     if spec.startswith("python:"):
         return [str(path) for path in package_files(spec.removeprefix("python:"))]
-    path = Path(spec).expanduser()
+    path = at_home(spec)
     if path.is_file():
         return [str(path)]
     if path.is_dir():
@@ -103,7 +103,7 @@ def file_names(spec: str) -> list[str]:
 
 def unread_files(spec: str) -> list[Path]:
     """The files in a folder that are left out because of their endings."""
-    path = Path(spec).expanduser()
+    path = at_home(spec)
     return [path / name for name in sorted(names_below(path, readable=False))] if path.is_dir() else []
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Literal
 
-from plume.config import UserError, did_you_mean
+from plume.config import UserError, at_home, did_you_mean
 from plume.data.tables import read_rows, suffix_of
 from plume.evaluate import formats
 from plume.evaluate.items import Item, LastWord, ScoringProtocol, TaskRow
@@ -354,8 +354,8 @@ def find_task(name: str, fields: dict[str, str] | None = None) -> EvalTask:
     """A built-in task, `NAME=FILE` for one with its rows elsewhere, or the user's own file of rows or text."""
     known, _, elsewhere = name.partition("=")
     if known in TASKS:
-        return replace(TASKS[known], path=Path(elsewhere).expanduser(), make=None) if elsewhere else TASKS[known]
-    path = Path(name).expanduser()
+        return replace(TASKS[known], path=at_home(elsewhere), make=None) if elsewhere else TASKS[known]
+    path = at_home(name)
     if path.is_file():
         return own_task(path, fields or {})
     hint = did_you_mean(known, TASKS)

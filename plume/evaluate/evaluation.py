@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from plume.config import DataConfig, EvaluateConfig, UserError
+from plume.config import DataConfig, EvaluateConfig, UserError, at_home
 from plume.data import open_shards, read_documents
 from plume.data.pool import run_on_ray
 from plume.data.shards import MANIFEST
@@ -41,7 +41,7 @@ def run_all(config: EvaluateConfig) -> EvaluationReport:
 
 def run_checkpoints(config: EvaluateConfig, out: Path) -> EvaluationReport:
     """Every checkpoint of a run in turn, each with a report of its own, and one curve; the last report is returned."""
-    steps = openable_steps(Path(config.model).expanduser())
+    steps = openable_steps(at_home(config.model))
     if not steps:
         raise UserError(f"checkpoints=all: {config.model} is not a run folder with checkpoints")
     reports = [
@@ -157,7 +157,7 @@ def harness_results(config: EvaluateConfig, subject: Subject) -> list[TaskResult
 def training_texts(places: Sequence[str]) -> Iterator[str]:
     """Every document of prepared folders, decoded, or of texts in any form that `plume prepare` reads."""
     for place in places:
-        folder = Path(place).expanduser()
+        folder = at_home(place)
         if not (folder / MANIFEST).is_file():
             config = DataConfig(paths=(place,), folder=Path("."))
             yield from (document.text for document in read_documents(config))

@@ -18,7 +18,8 @@ from plume.util.checkpoint_files import (
     saved_steps,
     step_folder,
 )
-from plume.util.files import aside, read_json, user_cache, write_json
+from plume.util.files import aside, read_json, write_json
+from plume.util.places import user_cache
 from plume.util.run_folder import ABOUT, BYTES_PER_TOKEN, CHECKPOINTS, MODEL
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plume.config import UserError
+from plume.config import UserError, at_home
 from plume.hf.checkpoint_model import checkpoint_model, openable_steps
 from plume.hf.config_json import EmbeddingConfig, FolderConfig, read_config, to_hf_config, write_embedding
 from plume.hf.families import Family, family_of
@@ -175,7 +175,7 @@ def save_model(
 
     `gather` gives the whole of a tensor that ranks share; the others join in with `gather_tensors`.
     """
-    place = Path(folder).expanduser()
+    place = at_home(folder)
     if place.exists() and not (place / "config.json").is_file() and any(place.iterdir()):
         raise UserError(f"{place} is not empty and not a model folder; name another folder")
     if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:

@@ -22,7 +22,7 @@ from plume.text import Tokenizer, load_tokenizer
 from plume.train.objectives import HEAD_OF
 from plume.train.shared_matrices import inside, local_offset, local_part
 from plume.util.console import tell
-from plume.util.files import user_cache
+from plume.util.places import user_cache
 from plume.util.run_folder import CHECKPOINTS, MODEL
 
 aten = torch.ops.aten

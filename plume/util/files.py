@@ -20,12 +20,6 @@ WIDE_FONTS = (  # with Chinese, Japanese and Korean letters: of Linux, macOS, Wi
 )  # fmt: skip
 
 
-def user_cache() -> Path:
-    """The folder of this user for what can be made again."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if given else Path.home() / ".cache") / "plume"
-
-
 @contextmanager
 def room_on_disk(path: Path) -> Iterator[None]:
     """A full disk, or a folder that is not ours to write to, as one clear message."""

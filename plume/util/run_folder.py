@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plume.config import RECIPE as RECIPE
-from plume.config import UserError, did_you_mean, read_recipe
+from plume.config import UserError, at_home, did_you_mean, read_recipe
 from plume.util.console import tell
 from plume.util.files import encodable, new_figure, read_json, remove, save_figure, write_json, write_text
 
@@ -91,7 +91,7 @@ def remove_run(folder: Path) -> None:
 
 def split_reference(name: str | Path) -> tuple[Path, int | None]:
     """RUN@STEP taken apart: the folder and the step, which is None where only a folder is named."""
-    path = Path(name).expanduser()
+    path = at_home(name)
     run, at, step = str(path).rpartition("@")
     if at and step.isdecimal() and not path.exists():
         return Path(run), int(step)

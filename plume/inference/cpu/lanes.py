@@ -19,7 +19,7 @@ from numba.core.event import Event, Listener, install_listener
 from numba.extending import intrinsic as numba_intrinsic
 
 from plume.inference.cpu.panels import LANES
-from plume.util.files import user_cache
+from plume.util.places import user_cache
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)

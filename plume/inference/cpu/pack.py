@@ -35,8 +35,8 @@ from plume.inference.cpu.panels import (
     panel_bytes,
 )
 from plume.inference.cpu.panels import panels as weight_panels
-from plume.util.files import user_cache
 from plume.util.hub import is_bundled
+from plume.util.places import user_cache
 
 if TYPE_CHECKING:
     from plume.model.heads import Model
