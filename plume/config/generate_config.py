@@ -69,6 +69,15 @@ class SamplingConfig:
         """How many are written for one prompt."""
         return self.n if self.best_of is None else self.best_of
 
+    @property
+    def unsearched(self) -> str:
+        """The options that are set and that a beam search, which draws nothing, cannot use."""
+        unset: dict[str, tuple[object, ...]] = dict.fromkeys(("top_p", "min_p", "typical_p", "best_of"), (None,))
+        unset |= {"temperature": (0, 1), "top_k": (None, 1, SamplingConfig.top_k), "top_p_rule": ("usual",)}
+        unset |= {"token_healing": (False,), "speculate": ("off",), "overflow": ("refuse", "truncate")}
+        found = {name: getattr(self, name) for name in unset}
+        return ", ".join(f"{name}={value}" for name, value in found.items() if value not in unset[name])
+
     def _checks(self) -> Iterator[tuple[bool, str]]:
         limit, t = self.max_new_tokens, self.temperature
         yield limit is not None and limit < 1, f"max_new_tokens={limit} must be at least 1, or none"
@@ -90,6 +99,10 @@ class SamplingConfig:
         yield self.best_of is not None and self.best_of < self.n, f"best_of={self.best_of} must be at least n={self.n}"
         yield self.beams < 1, f"beams={self.beams} must be at least 1"
         yield self.beams > 1 and self.n > self.beams, f"n={self.n} texts cannot come out of beams={self.beams}"
+        yield (
+            self.beams > 1 and self.unsearched != "",
+            f"beams={self.beams} draws nothing and cannot use {self.unsearched}",
+        )
         yield self.seed is not None and self.seed < 0, f"seed={self.seed} cannot be negative"
         yield self.logprobs is not None and self.logprobs < 0, f"logprobs={self.logprobs} cannot be negative"
         yield self.speculate_tokens < 1, f"speculate_tokens={self.speculate_tokens} must be at least 1"

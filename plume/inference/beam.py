@@ -24,6 +24,7 @@ class Beam:
     slot: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] = ()
+    tops: tuple[tuple[tuple[int, float], ...], ...] = ()  # the likeliest at each place, where they are asked for
     total: float = 0.0  # what the search compares: penalties and bans included
 
     def rating(self, penalty: float) -> float:
@@ -42,6 +43,9 @@ def beam_search(
     engine, count = batcher.engine, config.beams
     if count > engine.slots:
         raise UserError(f"beams={count} needs slots={count}; this engine was opened with slots={engine.slots}")
+    if config.unsearched or config.n > count:  # with beams=1 SamplingConfig cannot know of the search
+        wrong = config.unsearched if config.unsearched else f"n={config.n}"
+        raise UserError(f"an encoder-decoder writes its likeliest text (beams={count}) and cannot use {wrong}")
     tokens = fit_prompt(prompt, config, engine.capacity, engine.config.vocab_size)
     with batcher.exclusive() as engine:
         if source is not None:
@@ -108,6 +112,8 @@ class Search:
         for beam, row in zip(beams, logits, strict=True):
             row = row[: self.tokenizer.vocab_size]
             model = log_softmax(row)
+            best = () if not self.config.logprobs else sampler.largest(model, self.config.logprobs)
+            top = tuple((int(i), float(model[i])) for i in best)
             scores = sampler.penalised(model, self.config, beam.tokens, self.prompt_length, self.ends)
             for i in sampler.largest(scores, min(2 * self.config.beams, len(scores))):
                 if np.isneginf(scores[i]):
@@ -116,6 +122,7 @@ class Search:
                     beam.slot,
                     (*beam.tokens, int(i)),
                     (*beam.logprobs, float(model[i])),
+                    (*beam.tops, top),
                     beam.total + float(scores[i]),
                 )
                 found.append((beam, child))
@@ -124,10 +131,15 @@ class Search:
 
     def _stopped(self, beam: Beam) -> Beam | None:
         """The beam when it has just come to a stop text."""
-        if not self.config.stop or len(beam.logprobs) < self.config.min_new_tokens:
-            return None
-        text = self._text(beam.tokens[self.prompt_length :])
-        return beam if any(stop in text for stop in self.config.stop) else None
+        return beam if self._stops(self._text(new := beam.tokens[self.prompt_length :]), new) else None
+
+    def _stops(self, text: str, new: Sequence[int]) -> list[int]:
+        """Where stop texts begin; those that end before the minimum number of tokens do not count."""
+        least = self.config.min_new_tokens
+        if not self.config.stop or len(new) < least:
+            return []
+        early = len(self._text(new[: least - 1])) if least > 1 else 0
+        return [at for s in self.config.stop if (at := text.find(s, max(0, early - len(s) + 1))) >= 0]
 
     def _text(self, tokens: Sequence[int]) -> str:
         streamer = self.tokenizer.streamer()
@@ -173,13 +185,13 @@ class Search:
         new = beam.tokens[self.prompt_length :]
         shown = new[:-1] if new and new[-1] in self.ends else new
         text = self._text(shown)
-        cuts = [at for at in (text.find(stop) for stop in self.config.stop) if at >= 0]
+        cuts = self._stops(text, new)
         return Generation(
             text=text[: min(cuts)] if cuts else text,
             tokens=new,
             finish_reason=reason,
             logprobs=beam.logprobs,
-            top_logprobs=None,
+            top_logprobs=beam.tops if self.config.logprobs else None,
             prompt_tokens=self.prompt_length,
-            seed=0,
+            seed=0 if self.config.seed is None else self.config.seed,
         )

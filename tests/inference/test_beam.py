@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from plume.config import EngineConfig, ModelConfig, SamplingConfig, TokenizerConfig
+from plume.config import EngineConfig, ModelConfig, SamplingConfig, TokenizerConfig, UserError
 from plume.hf import save_model
 from plume.inference.beam import beam_search
 from plume.lm import LM
@@ -78,6 +78,44 @@ def test_several_beams_come_best_first_and_stop_texts_end_them(lm):
     assert stop not in lm.generate("hello", beams=4, max_new_tokens=8, stop=stop).text
     later = lm.generate("hello", beams=4, max_new_tokens=8, min_new_tokens=6, ignore_eos=True, stop=stop)
     assert len(later.tokens) >= 6
+
+
+def test_a_stop_text_before_the_minimum_does_not_cut(lm):
+    options = {"beams": 4, "max_new_tokens": 8, "ignore_eos": True}
+    free = lm.generate("hello", **options)
+    early = next(iter(lm.tokenizer.decode(free.tokens[:2]).strip()))
+    found = lm.generate("hello", **options, min_new_tokens=8, stop=early)
+    assert len(found.tokens) == 8 and early in found.text
+
+
+def test_alternatives_of_found_tokens_are_those_of_greedy_ones(lm):
+    found = lm.generate("hello", beams=2, max_new_tokens=4, logprobs=3, seed=7)
+    assert found.seed == 7 and len(found.top_logprobs) == len(found.tokens)
+    for i in range(len(found.tokens)):
+        prompt = [*lm.encode("hello"), *found.tokens[:i]]
+        (expected,) = lm.generate(prompt, temperature=0, max_new_tokens=1, logprobs=3).top_logprobs
+        assert [token for token, _ in found.top_logprobs[i]] == [token for token, _ in expected]
+        assert [value for _, value in found.top_logprobs[i]] == pytest.approx([v for _, v in expected], abs=1e-4)
+
+
+UNUSED = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "top_p_rule": "openai", "min_p": 0.1, "typical_p": 0.9,
+          "best_of": 3, "token_healing": True, "speculate": "lookup", "overflow": "slide"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_what_a_search_cannot_use_is_an_error(name):
+    with pytest.raises(UserError, match=f"beams=4 draws nothing and cannot use {name}="):
+        SamplingConfig(beams=4, **{name: UNUSED[name]})
+    SamplingConfig(beams=4, seed=1, temperature=0, top_k=None, overflow="truncate")
+
+
+@pytest.mark.parametrize("options", [{"n": 3}, {"top_p": 0.9}, {"token_healing": True}])
+def test_what_an_encoder_decoder_cannot_use_is_an_error(options, tokenizer, random_model):
+    shape = {"vocab_size": tokenizer.vocab_size, "decoder_layers": 1, "causal": False, "norm": "post"}
+    lm = LM(None, tokenizer, EngineConfig(), random_model(**shape))
+    with pytest.raises(UserError, match=rf"beams=1\) and cannot use {next(iter(options))}="):
+        lm.translate("hello", beams=1, **options)
+    lm.close()
 
 
 def test_a_search_that_may_write_nothing_more_ends(lm):
