@@ -304,12 +304,12 @@ class Trainer:
         means = self.measure()
         self.validation = float((means * self.weights).sum())
         score = self.validation if self.task.evaluate is None else self.evaluated(self.task.evaluate)
-        improved = self.best is None or score < self.best[0]
+        improved = self.best is None or score < self.best[0] or math.isnan(self.best[0])
         if improved:
             self.best = (score, self.step)
         if (improved or not self.config.keep_best) and len(means) > 1:
             self.validation_parts = dict(zip(self.task.objective.parts, means.tolist(), strict=True))
-        self.worse = 0 if improved else self.worse + 1
+        self.worse = 0 if improved and not math.isnan(score) else self.worse + 1
         if self.task.patience is not None and self.worse >= self.task.patience:
             self.logger.print(f"early stopping at step {self.step}: no improvement in {self.worse} validations")
             self.early = True

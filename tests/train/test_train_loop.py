@@ -207,6 +207,18 @@ def test_patience(tmp_path: Path) -> None:
     assert outcome.finished and outcome.step == 8
 
 
+@pytest.mark.parametrize(
+    ("scores", "best", "last"),
+    [([math.nan, 3.0, 2.0, math.nan], 6, 8), ([math.nan, math.nan, math.nan, 1.0], 6, 6)],
+)
+def test_a_score_that_is_no_number_is_not_the_best(tmp_path: Path, scores: list[float], best: int, last: int) -> None:
+    """Such as the correlation of predictions that are all alike."""
+    config = replace(CONFIG, validate_every=2, keep_best=True)
+    trainer = toy_trainer(tmp_path, config, evaluate=lambda model: scores[trainer.step // 2 - 1], patience=3)
+    outcome = trainer.run(resume=False)
+    assert (outcome.best_step, outcome.step) == (best, last)
+
+
 class Spoiled(ToyRows):
     """One batch whose loss is no number."""
 
