@@ -23,7 +23,7 @@ from plume.data.documents import NO_FIELD
 from plume.data.finalize import discard, finish, open_mask, publish
 from plume.data.pool import kept_workers, run_stage
 from plume.data.shards import FORMAT, MANIFEST, WORK, Manifest, Shard, mapped, read_manifest
-from plume.data.sources import WorkUnit, find_files, plan_pieces, unread_files, with_absolute_paths
+from plume.data.sources import WorkUnit, file_names, plan_pieces, unread_files, with_absolute_paths
 from plume.data.stages import HELD_OUT, ShardMaker, Survey, WordCounter, write_held_out
 from plume.data.tables import Tally
 from plume.text import Tokenizer, load_tokenizer
@@ -131,7 +131,8 @@ def settings_of(config: DataConfig, given: Tokenizer | None = None) -> str:
 def fingerprint_of(config: DataConfig, pieces: list[WorkUnit], given: Tokenizer | None) -> str:
     """The same for the same settings, tokenizer and unchanged files."""
     files = {path for piece in pieces for part in piece.parts for path in (part.path, part.target) if path is not None}
-    files |= {str(path) for spec in config.clean.decontaminate for path in find_files(spec)}
+    texts = [spec for spec in config.clean.decontaminate if not spec.startswith("hub:")]
+    files |= {name for spec in texts for name in file_names(spec)}
     state = [(f, s.st_size, s.st_mtime_ns) for f in sorted(files) if not f.startswith("hub:") for s in [os.stat(f)]]
     return hashlib.sha256(repr((settings_of(config, given), state)).encode()).hexdigest()
 

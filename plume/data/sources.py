@@ -108,13 +108,29 @@ def unread_files(spec: str) -> list[Path]:
 
 
 def names_below(base: Path, *, readable: bool = True) -> Iterator[str]:
-    """The files in a folder whose endings are known, or the others; hidden ones left out."""
-    for folder, inner, files in os.walk(base, onerror=refuse_folder):
-        inner[:] = [name for name in inner if not name.startswith((".", "__pycache__"))]
+    """The files in a folder whose endings are known, or the others; hidden ones left out.
+
+    Links to folders are followed, each folder is read once, and none that the base lies in.
+    """
+    real = base.resolve()
+    seen = {folder_id(folder) for folder in (real, *real.parents)}
+    for folder, inner, files in os.walk(base, onerror=refuse_folder, followlinks=True):
+        shown = [os.path.join(folder, name) for name in inner if not name.startswith((".", "__pycache__"))]
+        unseen = list[str]()
+        for path in sorted(shown, key=lambda path: (os.path.islink(path), path)):
+            if (own := folder_id(path)) not in seen:
+                seen.add(own)
+                unseen.append(os.path.basename(path))
+        inner[:] = unseen
         below = os.path.relpath(folder, base)
         for name in files:
             if not name.startswith((".", "__pycache__")) and readable_kind(name) == readable:
                 yield name if below == "." else os.path.join(below, name)
+
+
+def folder_id(path: str | Path) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
 
 
 def refuse_folder(error: OSError) -> None:
@@ -174,7 +190,10 @@ def plan_parts(config: DataConfig, source: int, spec: str, size: int) -> Iterato
     names = file_names(spec)
     compressed = sum(name.lower().endswith(COMPRESSED) for name in names)
     for name in names:
-        total = os.stat(name).st_size
+        try:
+            total = os.stat(name).st_size
+        except OSError as error:  # such as a link to nothing
+            raise UserError(f"{name} cannot be read: {error.strerror}") from None
         if total * EXPANSION <= size:  # small, whatever it is
             yield FilePart(name, size=total)
         else:

@@ -410,6 +410,21 @@ def test_a_changed_file_or_tokenizer_is_noticed(tmp_path):
     assert len(set(prints)) == 4
 
 
+def test_evaluation_texts_of_the_hub(tmp_path, monkeypatch):
+    known = "thirteen words of a question that nobody should have read before the examination day"
+    monkeypatch.setattr("plume.data.sources.load_hub", lambda spec: [{"text": known}])
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps({"text": t}) + "\n" for t in ("a text", f"once {known} again"))
+    )
+    clean, tokenizer = CleanConfig(decontaminate=("hub:some/set",)), TokenizerConfig(kind="bytes")
+    config = DataConfig(paths=(str(tmp_path / "a.jsonl"),), folder=tmp_path / "out", clean=clean, tokenizer=tokenizer)
+    report = prepare(replace(config, validation_fraction=0.0)).report
+    assert (report["documents"], list(report["sources"][0]["dropped"])) == (
+        1,
+        ["shares 13 words with an evaluation text"],
+    )
+
+
 def test_another_tokenizer_is_refused_by_its_hash(whole):
     other = train_tokenizer(TokenizerConfig(kind="bytes"), ["x"])
     with pytest.raises(UserError, match="was prepared with another tokenizer"):

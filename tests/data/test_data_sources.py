@@ -74,6 +74,30 @@ def test_globs_and_fields(tmp_path):
     ]
 
 
+def test_links_to_folders_are_followed_once(tmp_path):
+    texts, outside = tmp_path / "above" / "texts", tmp_path / "outside"
+    for place in (texts / "b", texts / ".store", outside / "deep"):
+        place.mkdir(parents=True)
+        (place / "page.txt").write_text(place.name)
+    (tmp_path / "above" / "beside.txt").write_text("not below the folder")
+    links = {"a": texts / "b", "up": tmp_path / "above", "self": texts, "data": texts / ".store", "far": outside}
+    for name, target in links.items():
+        (texts / name).symlink_to(target)
+    (outside / "again").symlink_to(outside)
+    (outside / "deeper").symlink_to(outside / "deep")
+    assert [str(path.relative_to(texts)) for path in find_files(str(texts))] == [
+        "b/page.txt", "data/page.txt", "far/deep/page.txt"
+    ]  # fmt: skip
+    assert texts_of(texts) == ["b", ".store", "deep"]
+
+
+def test_a_link_to_nothing_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("a text")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone.txt")
+    with pytest.raises(UserError, match=r"b\.txt cannot be read: No such file"):
+        texts_of(tmp_path)
+
+
 def test_broken_rows_are_counted_with_reason_and_place(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(
