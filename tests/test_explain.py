@@ -18,6 +18,7 @@ from plume.config import PRESETS, EngineConfig, TokenizerConfig, UserError
 from plume.explain import Edit, as_json, candidates, explain, head_kinds, packed
 from plume.lm import LM
 from plume.model.heads import Model
+from plume.tasks import Predictor
 from plume.text import train_tokenizer
 
 CAUSAL = ["gpt2", "gpt2-narrow-mlp", "openai-gpt", "transformer-decoder"]
@@ -282,10 +283,27 @@ def test_an_lm_explains_a_text(tmp_path):
     tokenizer = train_tokenizer(TokenizerConfig(kind="bytes"), ["x"])
     model = random_model(replace(FAMILIES["gpt2"], vocab_size=tokenizer.vocab_size))
     save_model(model, tmp_path / "model", tokenizer=tokenizer)
-    seen = plume.load(tmp_path / "model").explain("robot 你")
+    lm = plume.load(tmp_path / "model")
+    with pytest.raises(UserError, match="reads one text"):
+        lm.explain("robot", "a second text")
+    seen = lm.explain("robot 你")
     assert "".join(seen.pieces[:6]) == "robot " and seen.pieces[6] == "\\xe4"
     np.testing.assert_allclose(seen.attention(0).sum(-1), 1, atol=1e-5)
     assert seen.next_tokens(3).probabilities[0] > 0
+
+
+def test_a_second_text_is_read_or_refused():
+    """A classifier of another tool may be one of pairs; one that was fine-tuned on single texts is not."""
+    from plume.tasks.explained_rows import task_rows
+
+    tokenizer = train_tokenizer(TokenizerConfig(kind="wordpiece", vocab_size=60, special_tokens="bert"), ["a b c d"] * 2)
+    model = random_model(replace(FAMILIES["bert"], vocab_size=tokenizer.vocab_size), "classify")
+    predictor = Predictor(model, tokenizer, None)
+    (row,) = task_rows(predictor, "a b", "c d")
+    assert row.tokens == tokenizer.add_special_tokens(tokenizer.encode("a b"), tokenizer.encode("c d"))[0]
+    predictor.known = True
+    with pytest.raises(UserError, match="single texts; leave pair out"):
+        task_rows(predictor, "a b", "c d")
 
 
 def test_results_draw_themselves_in_a_notebook(tmp_path):

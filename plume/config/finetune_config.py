@@ -94,6 +94,12 @@ class AdaptConfig(Checked):
         yield from not_probability(self, {"lora_dropout": 0.1})
         if not self.lora_modules:
             yield "lora_modules is empty; q and v are the usual ones"
+        lora = ("lora_rank", "lora_alpha", "lora_dropout", "lora_modules")
+        unused = lora if self.mode != "lora" else ()
+        unused += ("freeze_layers", "layer_decay") if self.mode == "features" else ()
+        for name in unused:
+            if (value := getattr(self, name)) != getattr(AdaptConfig, name):
+                yield f"{name}={value} needs mode={'lora' if name in lora else 'full or lora'}, not {self.mode}"
         if self.unfreeze_every is not None and (self.unfreeze_every < 1 or self.mode != "full"):
             yield f"unfreeze_every={self.unfreeze_every} must be at least 1, and needs mode=full"
 

@@ -90,6 +90,11 @@ class Predictor:
         self.need(kind.head)
         return kind(chosen, self.tokenizer, causal=self.model.config.causal)
 
+    def kind_for(self, pairs: object) -> TaskKind:
+        """The task of single texts, or of pairs of texts where they are given and no setting says otherwise."""
+        two = not self.known and pairs is not None and self.settings.kind == ClassifyTask.name
+        return self.kind(replace(self.settings, kind=PairTask.name) if two else None)
+
     def predict(self, rows: Sequence[Mapping[str, Any]], kind: TaskKind | None = None) -> list[Prediction]:
         """A prediction for each row, given by the fields of the task."""
         kind = self.kind() if kind is None else kind
@@ -119,8 +124,7 @@ class Predictor:
             raise UserError('texts must be a list, such as ["..."]')
         if pairs is not None and len(pairs) != len(texts):
             raise UserError(f"{len(texts)} texts and {len(pairs)} pairs; each text needs one")
-        two = not self.known and pairs is not None and self.settings.kind == ClassifyTask.name
-        kind = self.kind(replace(self.settings, kind=PairTask.name) if two else None)
+        kind = self.kind_for(pairs)
         if ("pair" in kind.fields) != (pairs is not None):
             wanted = "pairs of texts" if "pair" in kind.fields else "single texts"
             raise UserError(f"this model was fine-tuned on {wanted}")

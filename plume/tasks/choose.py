@@ -45,6 +45,7 @@ class ChooseTask(TaskKind):
     head = "choose"
     call = 'choose("...", ["...", "..."])'
     fields = ("context", "choices")
+    uses = ("template",)
     optional_fields = ("question",)
     auxiliary_weight = 0.5
 

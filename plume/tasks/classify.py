@@ -45,6 +45,7 @@ class ClassifyTask(TaskKind):
     fields: ClassVar[tuple[str, ...]] = ("text",)
     fields_by_content: ClassVar[tuple[str, ...]] = ("text", "label")
     auxiliary_weight = 0.5
+    uses: ClassVar[tuple[str, ...]] = ("class_weights", "label_smoothing", "tune_threshold", "template")
     one_label: ClassVar[bool] = True  # of a row
     passes: ClassVar[tuple[str, ...]] = ("{text}",)
     bidirectional_passes: ClassVar[tuple[str, ...] | None] = None  # where a model that is not causal needs fewer

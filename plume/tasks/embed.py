@@ -30,6 +30,7 @@ class EmbedTask(TaskKind):
     head = "bare"
     call = 'embed(["..."])'
     fields = ("text", "pair")
+    uses = ("temperature",)
     optional_fields = ("negative",)
     needs_label = False
     allows_auxiliary = False

@@ -56,6 +56,8 @@ def explained_rows(
 def plain_row(model: Model, tokenizer: Tokenizer, text: str | Sequence[int], pair: str | None) -> ExplainedRow:
     """A text for a language model: as it is if causal; with special tokens, and masks, if bidirectional."""
     if model.config.causal and model.kind in TOKEN_HEADS:
+        if pair:
+            raise UserError("a model that predicts the next token reads one text; put both into one, or leave pair out")
         return ExplainedRow(token_ids(tokenizer, text))
     ids = tokenizer.encode(text, allow_special=True) if isinstance(text, str) else token_ids(tokenizer, text)
     tokens, segments = tokenizer.add_special_tokens(ids, tokenizer.encode(pair) if pair else None)
@@ -64,7 +66,9 @@ def plain_row(model: Model, tokenizer: Tokenizer, text: str | Sequence[int], pai
 
 def task_rows(predictor: Predictor, text: str, pair: str | None) -> list[ExplainedRow]:
     """The rows that a fine-tuned head is trained on."""
-    kind, model = predictor.kind(), predictor.model
+    kind, model = predictor.kind_for(pair), predictor.model
+    if pair and len(kind.fields) == 1:
+        raise UserError("this model was fine-tuned on single texts; leave pair out")
     fields = kind.fields_from(text, pair)
     if empty := [name for name, value in fields.items() if not value]:
         raise UserError(f"{empty[0]} is empty; a {kind.name} model needs {' and '.join(fields)}")

@@ -135,6 +135,7 @@ class GenerateTask(TaskKind):
     head = "next-token"
     call = 'translate("...")'
     fields = ("source",)
+    uses = ("label_smoothing", "beams", "template")
     label_field = "target"
     encoder_decoder = True
     decoder_only = True

@@ -65,6 +65,7 @@ class MultiLabelTask(ClassifyTask):
 
     name = "multilabel"
     call = "predict([{'text': '...'}])"
+    uses = ("tune_threshold", "template")
     one_label = False
 
     @classmethod

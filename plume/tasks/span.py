@@ -54,6 +54,7 @@ class SpanTask(TaskKind):
     head = "span"
     call = 'answer(question="...", context="...")'
     fields = ("question", "context")
+    uses = ("answer_length", "stride", "question_length")
     label_field = "answers"
     overflow = "read in overlapping windows"
     truncates = False

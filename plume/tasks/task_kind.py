@@ -57,6 +57,7 @@ class TaskKind(ABC):
     decoder_only: ClassVar[bool] = False  # and for a GPT, which then writes instead of having a new head
     auxiliary_weight: ClassVar[float] = 0.0  # of a GPT's language-model loss beside the task's
     allows_auxiliary: ClassVar[bool] = True
+    uses: ClassVar[tuple[str, ...]] = ()  # options that not every kind has, see KIND_OPTIONS of plume.train
     selects_by_metric: ClassVar[bool] = True  # the best checkpoint; otherwise the validation loss does
     overflow: ClassVar[str] = "truncated at the end of their longest text"
     truncates: ClassVar[bool] = True  # whether text of a long row is lost

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from plume.config import FinetuneConfig, ModelConfig, UserError
 from plume.hf import read_config, resolve
+from plume.model.heads import TOKEN_HEADS
 from plume.tasks import kind_named
 from plume.tasks.classify import ClassifyTask
 from plume.tasks.data_checks import Finding, check_data
@@ -19,6 +20,10 @@ from plume.train import adapt
 from plume.train.lr_search import RateScore
 
 PAPER_WIDTH = 768  # of GPT-1 and of BERT's base, for which the papers found their rates
+KIND_OPTIONS = (
+    "class_weights", "label_smoothing", "tune_threshold", "temperature", "beams", "answer_length",
+    "template", "stride", "question_length",
+)  # fmt: skip
 NEW_WEIGHTS_LR = 1e-3  # for weights that were not pretrained; pretrained ones never get more
 
 
@@ -59,7 +64,10 @@ def make_plan(config: FinetuneConfig) -> FinetunePlan:
     adapt.check_adapt(config.adapt, found.model.layers + found.model.decoder_layers)
     if found.model.recurrent and config.adapt.mode == "lora":
         raise UserError("adapt.mode='lora' needs the matrices of attention; a recurrent model has adapt.mode='full'")
+    if config.adapt.mode == "features" and kind_class.head in (*TOKEN_HEADS, "bare"):
+        raise UserError(f"adapt.mode='features' trains a new head, which {kind_class.name} tasks lack; use lora")
     check_contrastive(config, kind_class, data)
+    check_options(config, kind_class, data, found.model)
     auxiliary_weight = auxiliary_weight_of(config, kind_class, found.model.causal)
     tokenizer = load_tokenizer(place)
     if kind_class.decoder_only and not found.model.decoder_layers:
@@ -101,6 +109,21 @@ def check_contrastive(config: FinetuneConfig, kind: type[TaskKind], data: TaskDa
         raise UserError(f"contrastive={config.contrastive} needs one label for each row; it does not take {what}")
     if config.auxiliary_weight is not None and config.auxiliary_weight > 0:
         raise UserError("contrastive has no next-token loss; leave auxiliary_weight out")
+
+
+def check_options(config: FinetuneConfig, kind: type[TaskKind], data: TaskData, model: ModelConfig) -> None:
+    """Refuse options that are set and that this task would not use."""
+    used = {*kind.uses}
+    if data.target == "number" or config.contrastive is not None:
+        used -= {"class_weights", "label_smoothing"}
+    if data.target == "number" or (issubclass(kind, ClassifyTask) and kind.one_label and len(data.labels) != 2):
+        used.discard("tune_threshold")
+    if model.decoder_layers:
+        used.discard("template")
+    for name in KIND_OPTIONS:
+        section = config.task if hasattr(config.task, name) else config
+        if name not in used and (value := getattr(section, name)) != getattr(type(section), name):
+            raise UserError(f"{name}={value} has no effect on this {kind.name} task; leave it out")
 
 
 def auxiliary_weight_of(config: FinetuneConfig, kind: type[TaskKind], causal: bool) -> float:

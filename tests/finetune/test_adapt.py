@@ -52,6 +52,20 @@ def test_features_train_the_head_alone():
     assert all(name.startswith("head") for name in learning(model))
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora_rank": 16}, "lora_rank=16 needs mode=lora, not full"),
+        ({"mode": "features", "lora_modules": ("q",)}, "lora_modules=.* needs mode=lora, not features"),
+        ({"mode": "features", "freeze_layers": 1}, "freeze_layers=1 needs mode=full or lora, not features"),
+        ({"mode": "features", "layer_decay": 0.9}, "layer_decay=0.9 needs mode=full or lora, not features"),
+    ],
+)
+def test_what_a_mode_does_not_use_is_an_error(fields, message):
+    with pytest.raises(UserError, match=message):
+        AdaptConfig(**fields)
+
+
 def test_layers_open_one_by_one_from_the_top():
     model = model_of("bert")
     freezer = Freezer(model, AdaptConfig(unfreeze_every=10))

@@ -33,6 +33,9 @@ QUICK = {
     "precision": "float32",
     "validate_every": 5,
 }
+FEATURES = AdaptConfig(mode="features")
+WRITTEN = {"kind": "generate", "columns": {"source": "review", "target": "sentiment"}}
+COMPARED = {"kind": "embed", "columns": {"text": "review", "pair": "sentiment"}}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +92,7 @@ def test_the_papers_rates_follow_the_width(preset, rate):
     assert learning_rate(config, PRESETS[preset])[0] == pytest.approx(rate)
     assert learning_rate(replace(config, lr=0.5), PRESETS[preset]) == (0.5, "set by --lr")
     narrow = replace(PRESETS[preset], width=4, heads=1)
-    features = replace(config, adapt=AdaptConfig(mode="features"))
+    features = replace(config, adapt=FEATURES)
     assert learning_rate(config, narrow)[0] == learning_rate(features, PRESETS[preset])[0] == 1e-3
 
 
@@ -303,7 +306,7 @@ def test_a_context_of_nothing_has_no_answer():
     "adapt",
     [
         AdaptConfig(mode="lora", lora_rank=2),
-        AdaptConfig(mode="features"),
+        FEATURES,
         AdaptConfig(freeze_layers=1, layer_decay=0.8),
         AdaptConfig(unfreeze_every=2),
         AdaptConfig(transfer_layers=1),
@@ -329,7 +332,7 @@ def test_every_way_to_adapt_runs(place, adapt, request):
         ("marian", {}, {}, "a classify task needs a GPT or a BERT"),
         (
             "bert",
-            {"kind": "generate", "columns": {"source": "review", "target": "sentiment"}},
+            WRITTEN,
             {},
             "an encoder-decoder or a GPT",
         ),
@@ -337,6 +340,13 @@ def test_every_way_to_adapt_runs(place, adapt, request):
         ("gpt2", {"length": 9999}, {}, "task.length=9999 is longer than the model's context of 32"),
         ("gpt2", {}, {"metric": "f7"}, "metric='f7' is not one of this task's: accuracy"),
         ("gpt2", {}, {"adapt": AdaptConfig(freeze_layers=7)}, "freeze_layers=7 is more than"),
+        ("gpt2", WRITTEN, {"adapt": FEATURES}, "generate tasks lack; use lora"),
+        ("bert", COMPARED, {"adapt": FEATURES}, "embed tasks lack; use lora"),
+        ("bert", {}, {"temperature": 0.1}, "temperature=0.1 has no effect on this classify task"),
+        ("bert", {}, {"answer_length": 5}, "answer_length=5 has no effect"),
+        ("bert", {"stride": 5}, {}, "stride=5 has no effect"),
+        ("bert", {"kind": "multilabel"}, {"class_weights": "balanced"}, "class_weights=balanced has no effect"),
+        ("gpt2", WRITTEN, {"tune_threshold": True}, "tune_threshold=True has no effect"),
         ("nowhere/at/all", {}, {}, "there is no folder"),
     ],
 )

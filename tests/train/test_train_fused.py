@@ -74,7 +74,7 @@ def test_it_stands_aside_where_it_would_not_compute_the_same(case: str, monkeypa
     config = replace(FAMILIES["transformer-decoder" if case == "relu" else "gpt2"], dropout=0.1 * (case == "dropout"))
     model = random_model(config).train(case != "eval")
     if case == "lora":
-        add_lora(model, AdaptConfig(lora_rank=2, lora_modules=("q", "up")), 0)
+        add_lora(model, AdaptConfig(mode="lora", lora_rank=2, lora_modules=("q", "up")), 0)
     attention, mlp = model.body.blocks[0].attn.inner, model.body.blocks[0].mlp.inner
     if case == "hook":
         attention.k.register_forward_hook(lambda part, args, out: 2 * out)
