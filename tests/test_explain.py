@@ -296,7 +296,9 @@ def test_a_second_text_is_read_or_refused():
     """A classifier of another tool may be one of pairs; one that was fine-tuned on single texts is not."""
     from plume.tasks.explained_rows import task_rows
 
-    tokenizer = train_tokenizer(TokenizerConfig(kind="wordpiece", vocab_size=60, special_tokens="bert"), ["a b c d"] * 2)
+    tokenizer = train_tokenizer(
+        TokenizerConfig(kind="wordpiece", vocab_size=60, special_tokens="bert"), ["a b c d"] * 2
+    )
     model = random_model(replace(FAMILIES["bert"], vocab_size=tokenizer.vocab_size), "classify")
     predictor = Predictor(model, tokenizer, None)
     (row,) = task_rows(predictor, "a b", "c d")

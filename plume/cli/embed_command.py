@@ -12,7 +12,7 @@ from plume.config import EmbedConfig, EngineConfig, UserError, did_you_mean
 from plume.data.tables import TABLES, Row, open_bytes, read_rows, suffix_of
 from plume.lm import LM, open_lm
 from plume.tasks.schema import Columns
-from plume.util.files import aside, write_rows
+from plume.util.files import aside, lines_of, write_rows
 from plume.util.progress import Progress
 
 PART = 1024  # texts between two advances of the progress bar
@@ -61,7 +61,7 @@ def texts_of(config: EmbedConfig) -> Iterator[tuple[Any, str]]:
         raise UserError(f"there is no file {path}")
     try:
         with open_bytes(path) as stream:
-            lines = stream.read().decode("utf-8-sig").splitlines()
+            lines = lines_of(stream.read().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}") from None
     yield from ((number, line.strip()) for number, line in enumerate(lines, 1) if line.strip())

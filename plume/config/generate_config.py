@@ -129,6 +129,10 @@ class EngineConfig(Checked):
             yield f"slots={self.slots} must be at least 1, for example 8"
         if self.engine == "torch" and self.packed_only:
             yield f"precision={self.precision} needs engine=cpu; torch has float32, bfloat16 and float16"
+        if self.engine == "cpu" or self.packed_only:
+            for name, wrong in {"compile": self.compile, "device": self.device not in ("auto", "cpu")}.items():
+                if wrong:
+                    yield f"{name}={getattr(self, name)} is for torch; engine=torch precision=float32 takes it"
         if self.engine == "cpu" and self.precision in ("bfloat16", "float16"):
             yield f"precision={self.precision} needs engine=torch; the CPU engine has float32, float24, int8 and int4"
 
@@ -139,7 +143,7 @@ class EngineConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(Checked):
     """A prompt, a file of prompts, or a conversation at the terminal if there is neither."""
 
     model: str = field(metadata=about(MODEL))
@@ -149,6 +153,14 @@ class GenerateConfig:
     unconditional: bool = option(False, "sample from the start token")
     sampling: SamplingConfig = option(SamplingConfig(), "sampling and stopping")
     engine: EngineConfig = option(EngineConfig(), "what runs the model")
+
+    def _problems(self) -> Iterator[str]:
+        given = {"prompt": self.prompt is not None, "prompts": self.prompts is not None}
+        named = [name for name, there in (given | {"unconditional": self.unconditional}).items() if there]
+        if len(named) > 1:
+            yield f"{' and '.join(named)} are different beginnings; give one of them"
+        if self.out is not None and self.prompts is None:
+            yield f"out={self.out} is for the answers to prompts; redirect the standard output of a single prompt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +206,9 @@ class ExportConfig:
     )
     cache: bool | None = option(None, "onnx: key-value cache as input and output; unset: for next-token models")
     out: Path | None = option(None, "file to write; unset: in the model folder, or here for a hub name")
+
+    def __post_init__(self) -> None:
+        refuse([f"cache={self.cache} is for format=onnx"] if self.cache is not None and self.format != "onnx" else [])
 
     @property
     def path(self) -> Path:

@@ -21,6 +21,7 @@ from plume.evaluate import formats
 from plume.evaluate.items import Item, LastWord, ScoringProtocol, TaskRow
 from plume.tasks.readers import aligned_rows, coqa_rows, squad_rows
 from plume.util.checkpoint_files import file_hash
+from plume.util.files import lines_of
 from plume.util.hub import hub_is_offline
 
 Split = Literal["test", "train"]
@@ -106,7 +107,7 @@ def pairs_file(path: Path) -> Iterator[TaskRow]:
     """Minimal pairs as they are distributed: JSON lines in a zip or tar archive, in a folder, or one file."""
     for name, text in archived(path):
         paradigm = Path(name).stem
-        for number, line in enumerate(text.splitlines(), 1):
+        for number, line in enumerate(lines_of(text), 1):
             if line.strip():
                 yield TaskRow({"UID": paradigm, **json.loads(line)}, f"{path} {name} line {number}")
 

@@ -14,6 +14,7 @@ from plume.config import DataConfig, EvaluateConfig, UserError, at_home
 from plume.data import open_shards, read_documents
 from plume.data.pool import run_on_ray
 from plume.data.shards import MANIFEST
+from plume.data.sources import file_names
 from plume.evaluate.eval_tasks import EvalTask, find_task
 from plume.evaluate.items import find_protocol
 from plume.evaluate.report import Contamination, EvaluationReport, TaskReport, write_curve, write_report
@@ -56,6 +57,9 @@ def run_tasks(config: EvaluateConfig) -> EvaluationReport:
     config = replace(config, data=data_folder(config))
     check_head(str(config.model))
     all_tasks([name for name in config.tasks if not name.startswith("harness:")], config)  # before anything is computed
+    for place in config.training_data:
+        if not place.startswith("hub:") and not is_prepared(place):
+            file_names(place)
     if any(name.startswith("harness:") for name in config.tasks) and importlib.util.find_spec("lm_eval") is None:
         raise UserError("harness:NAME needs lm-evaluation-harness: pip install 'plume-lm[eval]'")
     if config.backend == "ray":
@@ -104,6 +108,8 @@ def task_reports(config: EvaluateConfig, store_name: str) -> list[TaskReport]:
 
 def data_folder(config: EvaluateConfig) -> Path | None:
     if config.data is not None:
+        if not config.data.is_dir():
+            raise UserError(f"there is no folder data={config.data}; unset, tasks come from ./data or the hub")
         return config.data
     return Path("data") if Path("data").is_dir() else None
 
@@ -154,11 +160,15 @@ def harness_results(config: EvaluateConfig, subject: Subject) -> list[TaskResult
 # ---- contamination -----------------------------------------------------------------------------------------------
 
 
+def is_prepared(place: str) -> bool:
+    return (at_home(place) / MANIFEST).is_file()
+
+
 def training_texts(places: Sequence[str]) -> Iterator[str]:
     """Every document of prepared folders, decoded, or of texts in any form that `plume prepare` reads."""
     for place in places:
         folder = at_home(place)
-        if not (folder / MANIFEST).is_file():
+        if not is_prepared(place):
             config = DataConfig(paths=(place,), folder=Path("."))
             yield from (document.text for document in read_documents(config))
             continue

@@ -61,7 +61,7 @@ def wants_cpu(config: ModelConfig, wanted: EngineConfig) -> bool:
     if wanted.engine == "torch" or wanted.precision in ("bfloat16", "float16"):
         return False
     elsewhere = gpu_here() if wanted.device == "auto" else wanted.device != "cpu"
-    if wanted.engine == "auto" and not wanted.packed_only and elsewhere:
+    if wanted.engine == "auto" and not wanted.packed_only and (elsewhere or wanted.compile):
         return False
     reason = why_not_cpu(config)
     if reason is None:

@@ -23,7 +23,7 @@ from plume.config import (
     build,
 )
 from plume.lab import text_tasks
-from plume.util.files import write_rows
+from plume.util.files import lines_of, write_rows
 from plume.util.run_folder import bits_per_byte, read_run
 
 Settings = Mapping[str, Any]
@@ -75,7 +75,7 @@ def tasks_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbers:
 def pairs_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbers:
     """Sources and targets: the user's, or sentences behind themselves with their words in reverse order."""
     if settings["targets"]:
-        sides = [[line for file in settings[side] for line in Path(file).read_text("utf-8").splitlines()]
+        sides = [[line for file in settings[side] for line in lines_of(Path(file).read_text("utf-8"))]
                  for side in ("paths", "targets")]  # fmt: skip
         if len(sides[0]) != len(sides[1]):
             raise UserError(

@@ -182,6 +182,10 @@ def learn(
     weights = np.repeat(seen, [len(word) + 1 for word, _ in counts])
     codes[_positioned(config, codes)] |= POSITIONED
     alphabet = _alphabet(config, codes, weights, int(max_tokens * LETTERS_SHARE))
+    if not len(alphabet):
+        raise UserError(
+            f"no character occurs min_frequency={config.min_frequency} times; give more text, or min_frequency=1"
+        )
     nearest = np.searchsorted(alphabet, codes).clip(max=len(alphabet) - 1)
     learned = learn_merges(
         np.where(alphabet[nearest] == codes, nearest, BETWEEN).astype(np.int32),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -92,6 +93,11 @@ def encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def lines_of(text: str) -> list[str]:
+    """Divided at line feeds and carriage returns; `splitlines` also divides at U+2028, which may stand in a text."""
+    return [line.removesuffix("\n") for line in io.StringIO(text, newline=None)]
 
 
 def write_text(path: Path, text: str) -> None:

@@ -13,7 +13,7 @@ from stories import harness_task, sentence, story, write_rows
 from plume.cli.main import main
 from plume.config import PRESETS, EvaluateConfig, UserError
 from plume.evaluate import evaluate
-from plume.evaluate.eval_tasks import TASKS, find_rows
+from plume.evaluate.eval_tasks import TASKS, find_rows, pairs_file
 from plume.evaluate.items import PROTOCOLS, TaskRow
 from plume.hf import load_model, save_model
 from plume.model.heads import Model
@@ -85,6 +85,12 @@ def test_a_pair_reads_as_in_the_harness(tmp_path):
             pytest.skip(f"this lm-eval has no {file}")
         (item,) = TASKS[name].build(TaskRow(row, "row 1"), PROTOCOLS["harness"])
         assert list(zip(item.contexts, item.continuations, strict=True)) == [i.args for i in task.instances]
+
+
+def test_a_line_separator_in_a_pair_ends_no_line(tmp_path):
+    row = {"sentence_good": "a\u2028b", "sentence_bad": "b\x85a"}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row, ensure_ascii=False) + "\n") * 2, encoding="utf-8")
+    assert [dict(found) for found in pairs_file(tmp_path)] == [{"UID": "rows", **row}] * 2
 
 
 def test_a_limit_takes_pairs_from_every_paradigm(trained_folder, tmp_path):

@@ -150,6 +150,15 @@ def test_missing_data_says_what_to_do(trained_folder, tmp_path):
         run(trained_folder, "piqa", data=tmp_path)
 
 
+@pytest.mark.parametrize("options", [{"data": "nowhere"}, {"training_data": ("nowhere.txt",)}])
+def test_folders_and_texts_that_are_not_there_are_named_first(trained_folder, made, options, tmp_path, monkeypatch):
+    """Not after hours of scoring; and rows of a folder are not taken from the hub instead."""
+    monkeypatch.setattr("plume.evaluate.evaluation.task_reports", lambda *_: pytest.fail("nothing should be computed"))
+    given = {"data": made} | {name: tmp_path / v if name == "data" else v for name, v in options.items()}
+    with pytest.raises(UserError, match=r"there is no .*nowhere"):
+        run(trained_folder, "lambada", **given)
+
+
 def test_a_built_in_task_with_its_rows_elsewhere(trained_folder, made, tmp_path):
     moved = tmp_path / "rows.jsonl"
     moved.write_bytes((made / "lambada" / "lambada_test.jsonl").read_bytes())

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -155,6 +156,19 @@ def test_the_terminal_session_survives_mistakes_and_interrupts(lm, monkeypatch, 
     Conversation(lm, SamplingConfig(max_new_tokens=3, seed=1), sys.stdout).run()
     out = capsys.readouterr().out
     assert "there is no command /nonsense" in out and "hello" in out
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": "Once", "prompts": Path("p.txt")}, "prompt and prompts are different beginnings"),
+        ({"prompt": "Once", "unconditional": True}, "prompt and unconditional are different beginnings"),
+        ({"prompt": "Once", "out": Path("o.jsonl")}, r"out=o\.jsonl is for the answers to prompts"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        GenerateConfig(model="runs/demo", **fields)
 
 
 def test_a_user_without_a_home_has_no_history(monkeypatch):

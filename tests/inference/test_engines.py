@@ -342,7 +342,11 @@ def test_wrong_engine_options_are_named():
     for fields in ({"threads": 0}, {"slots": 0}, {"engine": "torch", "precision": "int8"}):
         with pytest.raises(UserError, match=next(iter(fields))):
             EngineConfig(**fields)
+    for fields in ({"compile": True, "engine": "cpu"}, {"device": "cuda", "precision": "int8"}):
+        with pytest.raises(UserError, match=f"{next(iter(fields))}=.* is for torch; engine=torch precision=float32"):
+            EngineConfig(**fields)
     model = Model(ModelConfig(vocab_size=8, context=4, layers=1, heads=1, width=8))
+    assert not engine_factory.wants_cpu(model.config, EngineConfig(compile=True))
     with pytest.raises(UserError, match="device='nonsense'"):
         engine_factory.torch_engine(model, EngineConfig(device="nonsense"))
 

@@ -177,6 +177,7 @@ def test_what_onnx_and_gguf_do_not_take(tmp_path):
     for more, says in (
         ({}, "format=onnx takes a model with a classify head"),
         ({"format": "onnx", "cache": True}, "cache"),
+        ({"format": "gguf", "cache": False}, "cache=False is for format=onnx"),
     ):
         with pytest.raises(UserError, match=says):
             export(ExportConfig(model=str(tmp_path / "m"), **more))

@@ -92,7 +92,7 @@ def test_a_model_without_the_head_cannot_tell_the_next_sentence(tmp_path):
 
 
 def read(out):
-    rows = [json.loads(line) for line in out.with_suffix(".ids.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in out.with_suffix(".ids.jsonl").read_text("utf-8").split("\n") if line]
     return np.load(out), rows
 
 
@@ -106,6 +106,14 @@ def test_a_vector_for_every_line(bert, tmp_path, capsys):
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, means(model, tokenizer, TEXTS, -1), atol=1e-5)
     assert [row["id"] for row in rows] == [1, 3, 5, 7] and [row["text"] for row in rows] == TEXTS
+
+
+def test_only_line_ends_divide_texts(bert, tmp_path):
+    texts = ["the\u2028robot", "obeys\x0corders", "and\x85sleeps"]
+    (tmp_path / "texts.txt").write_bytes(f"{texts[0]}\n{texts[1]}\r\n{texts[2]}\r".encode())
+    assert main(["embed", str(bert[2]), str(tmp_path / "texts.txt"), "--out", str(tmp_path / "v.npy")]) == 0
+    _, rows = read(tmp_path / "v.npy")
+    assert [(row["id"], row["text"]) for row in rows] == list(enumerate(texts, 1))
 
 
 def test_a_vector_for_every_row_of_a_table(bert, tmp_path):

@@ -6,8 +6,10 @@ import subprocess
 import sys
 import tracemalloc
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -228,6 +230,14 @@ def test_inspect_shows_white_space(tmp_path: Path) -> None:
     shown = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert "│ · │ 220 │ 20 │ 1-2 │" in shown or "│ ·b │" in shown
     assert "⏎ │ 198 │ 0a" in shown and "[" in shown and "the ids give the text back" in shown
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "gpt1-bpe"])
+def test_a_text_whose_characters_are_all_different(kind: Any) -> None:
+    config = TokenizerConfig(kind=kind, vocab_size=300)
+    with pytest.raises(UserError, match="no character occurs min_frequency=2 times"):
+        train_tokenizer(config, ["abcd"])
+    assert train_tokenizer(replace(config, min_frequency=1), ["abcd"]).encode("abcd")
 
 
 def test_command_line(tmp_path: Path) -> None:
