@@ -95,7 +95,7 @@ class AdaptConfig(Checked):
         if not self.lora_modules:
             yield "lora_modules is empty; q and v are the usual ones"
         lora = ("lora_rank", "lora_alpha", "lora_dropout", "lora_modules")
-        unused = lora if self.mode != "lora" else ()
+        unused: tuple[str, ...] = lora if self.mode != "lora" else ()
         unused += ("freeze_layers", "layer_decay") if self.mode == "features" else ()
         for name in unused:
             if (value := getattr(self, name)) != getattr(AdaptConfig, name):

@@ -57,6 +57,8 @@ def load_task(config: TaskConfig, *, seed: int = 0) -> TaskData:
         raise UserError(f"{train_path} holds no usable row{_reasons(skipped)}")
     test_path, targets = None if config.test is None else Path(config.test), config.validation_targets
     validation = read_examples(file, validation_path, config, skipped, targets=targets)
+    if validation_path is not None and not validation:
+        raise UserError(f"{validation_path} holds no usable row{_reasons(skipped)}")
     test = read_examples(file, test_path, config, skipped, targets=config.test_targets, labelled=False)
     target = file.kind.target(config, train)
     if target == "number":

@@ -24,6 +24,13 @@ def labelled(tmp_path, name="a.csv", count=20):
     )
 
 
+def test_validation_rows_without_labels_are_no_reason_to_split(tmp_path):
+    (tmp_path / "train.csv").write_text("text,label\n" + "a film,good\na bore,bad\n" * 10)
+    (tmp_path / "dev.csv").write_text("text,label\na film,\na bore,\n")
+    with pytest.raises(UserError, match=r"dev\.csv holds no usable row \(2 rows: no label\)"):
+        load_task(TaskConfig(train=str(tmp_path / "train.csv"), validation=str(tmp_path / "dev.csv")))
+
+
 def test_a_csv_with_columns_of_other_names(tmp_path):
     data = load_task(TaskConfig(train=labelled(tmp_path)))
     assert (data.kind, data.target, data.labels) == ("classify", "label", ("bad", "good"))
