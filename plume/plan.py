@@ -428,10 +428,8 @@ def table(plan: Plan, config: PlanConfig) -> RenderableType:
     from rich.table import Column, Table
 
     title = f"{plan.name}: {plan.parameters:,} parameters"
-    titles = ("tensor", "shape", "parameters", "times", "in all")
-    parameters = Table(*(Column(each, overflow="fold") for each in titles), title=title)  # no digit is cut off
-    for column in parameters.columns[1:]:
-        column.justify = "right"
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("shape", "parameters", "times", "in all"))
+    parameters = Table(Column("tensor", overflow="fold"), *numbers, title=title)
     for name, size in plan.by_tensor.items():
         times = copies(config, name)
         shape = " x ".join(map(str, plan.shapes[name]))

@@ -93,7 +93,32 @@ def test_a_typo_in_an_option(capsys):
 
 
 def test_a_typo_in_a_verb(capsys):
-    refused(capsys, ["pretran"], "did you mean 'pretrain'?")
+    refused(capsys, ["pretran"], "there is no verb 'pretran'; plume --help lists them; did you mean 'pretrain'?")
+
+
+def test_a_missing_section_names_the_fields_that_it_needs(capsys, here):
+    folder = save_model(random_model(FAMILIES["gpt2"]), here / "model")
+    refused(capsys, ["distill", str(folder), "--folder", "student"], "train.steps is missing")
+
+
+def test_pretrain_alone_lists_the_recipes(capsys):
+    refused(capsys, ["pretrain"], "which recipe?", "gpt2-laptop", "english-20")
+
+
+def test_runs_where_there_are_none(capsys, here):
+    refused(capsys, ["runs"], "there is no folder runs")
+
+
+def test_the_tokenizer_of_the_bundled_model(capsys):
+    assert main(["tokenizer", "inspect", "plume-en", "Hello"]) == 0
+    assert "byte-bpe, 8192 tokens" in capsys.readouterr().out
+
+
+def test_tables_fit_into_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["plan", "gpt2"]) == main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 60 and "38,597,376" in shown and "GFLOP/s" in shown and "…" not in shown
 
 
 def test_a_verb_typed_in_a_shell_ends_with_code_2(here):

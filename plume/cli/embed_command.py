@@ -64,7 +64,7 @@ def texts_of(config: EmbedConfig) -> Iterator[tuple[Any, str]]:
             lines = lines_of(stream.read().decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error}") from None
-    yield from ((number, line.strip()) for number, line in enumerate(lines, 1) if line.strip())
+    yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def table_texts(config: EmbedConfig) -> Iterator[tuple[Any, str]]:

@@ -15,6 +15,7 @@ from plume.config import PRESETS, EvaluateConfig, UserError
 from plume.evaluate import evaluate
 from plume.evaluate.eval_tasks import TASKS, find_rows, pairs_file
 from plume.evaluate.items import PROTOCOLS, TaskRow
+from plume.evaluate.task_run import interval
 from plume.hf import load_model, save_model
 from plume.model.heads import Model
 from plume.text import load_tokenizer
@@ -201,6 +202,12 @@ def test_two_right_answers_are_no_certainty(trained_folder, tmp_path):
     assert high == pytest.approx(1) and low == pytest.approx(1 / (1 + 1.96**2 / 2), abs=1e-9)
     text = (tmp_path / "out" / "report.md").read_text()
     assert "1 [0.342, 1]" in text and "| chance |" in text.replace("| chance | shots", "| chance |")
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_an_interval_of_right_answers_lies_between_0_and_1(share):
+    found = [interval([{"acc": share}] * n, "acc", SimpleNamespace(value=share, stderr=None)) for n in range(1, 60)]
+    assert all(0 <= low < high <= 1 for low, high in found)
 
 
 @pytest.mark.parametrize("protocol", ["harness", "gpt2-paper"])

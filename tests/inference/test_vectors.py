@@ -109,7 +109,7 @@ def test_a_vector_for_every_line(bert, tmp_path, capsys):
 
 
 def test_only_line_ends_divide_texts(bert, tmp_path):
-    texts = ["the\u2028robot", "obeys\x0corders", "and\x85sleeps"]
+    texts = ["the\u2028robot", "obeys\x0corders", " and\x85sleeps "]
     (tmp_path / "texts.txt").write_bytes(f"{texts[0]}\n{texts[1]}\r\n{texts[2]}\r".encode())
     assert main(["embed", str(bert[2]), str(tmp_path / "texts.txt"), "--out", str(tmp_path / "v.npy")]) == 0
     _, rows = read(tmp_path / "v.npy")

@@ -284,6 +284,8 @@ def test_the_list_the_plan_and_mistakes(capsys, tmp_path):
     assert main(["reproduce", "--folder", str(tmp_path)]) == 0
     listed = capsys.readouterr().out
     assert "gpt1-ablations" in listed and "minutes" in listed
+    assert main(["reproduce", "--folder", str(tmp_path / "new")]) == 0 and not (tmp_path / "new").exists()
+    capsys.readouterr()
     assert main(["reproduce", "distil", "--dry-run", "--folder", str(tmp_path)]) == 0
     assert "distill" in capsys.readouterr().out
     assert main(["reproduce", "gpt1-ablation", "--folder", str(tmp_path)]) == 2
