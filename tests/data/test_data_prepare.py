@@ -198,6 +198,7 @@ config = replace(config, workers=1 if "piece" in sys.argv else 2)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_the_same(tmp_path, whole):
     folder = tmp_path / "out"
     script, words = f"{PREPARE}{KILLED}prepare(config)", [*whole.paths, folder, whole.tokenizer.folder, "1"]

@@ -286,6 +286,7 @@ def test_an_interrupted_step_changes_no_other_sequence(open_lm, monkeypatch):
     assert sequence.result().tokens == expected
 
 
+@pytest.mark.slow
 def test_guesses_leave_the_distribution_alone(lm):
     """First tokens after a lookup guess, over many seeds, against the model's own probabilities."""
     prompt = "the a the a the"

@@ -29,6 +29,7 @@ def torch_greedy(model, tokens, count):
     return tuple(tokens[-count:])
 
 
+@pytest.mark.slow
 def test_many_threads_get_what_one_gets(open_lm):
     """4 threads, 50 calls each, of several kinds: the same results as one after another."""
     lm = open_lm(EngineConfig(threads=2, slots=3))

@@ -251,10 +251,10 @@ def test_models_of_every_kind_read_equally_many_tokens_at_rates_for_their_norms(
     assert after == {"gpt", "bert", "transformer"}, "norms behind the blocks"
 
 
-def test_the_full_design_takes_about_ten_minutes_of_the_reference_machine(tmp_path):
+def test_the_full_design_takes_ten_to_twenty_minutes_of_the_reference_machine(tmp_path):
     lab = Lab(ReproduceConfig(folder=tmp_path), 1.0, "")
     minutes = {name: runner.seconds_of(jobs_of(e.cells(lab))) / 60 for name, e in EXPERIMENTS.items()}
-    assert max(minutes.values()) < 13.5 and sum(minutes.values()) < 120, minutes
+    assert max(minutes.values()) < 22 and sum(minutes.values()) < 130, minutes
 
 
 def test_a_fine_tuning_costs_what_its_model_and_its_rows_cost(tmp_path):

@@ -67,6 +67,7 @@ def test_the_container_starts_the_server_as_its_own_user():
     assert all((ROOT / name).exists() for name in copied)
 
 
+@pytest.mark.slow
 def test_the_command_of_the_container_serves_and_stops(models, tmp_path):
     """With the recipe as it is but for the model, the port and the engine."""
     recipe = (DEPLOY / "serve.toml").read_text().replace("/models/demo", str(models["gpt"]))

@@ -218,6 +218,7 @@ def start(config_words, tmp_path):
     return process, said.split(" at ")[1].split()[0]
 
 
+@pytest.mark.slow
 def test_sigterm_lets_running_requests_end(models, endless, tmp_path):
     words = [str(models["gpt"]), "--port", "0", "--engine.engine", "torch", "--access-log", str(tmp_path / "access")]
     process, url = start(words, tmp_path)

@@ -47,6 +47,7 @@ def run(models, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_checkpoint_answers_with_its_own_weights(run, models, serve_config):
     each = memory_of(open_lm(str(run), serve_config))
     config = with_runs(replace(serve_config, models=(str(run),), runs=None, checkpoint_bytes=int(2.5 * each)))

@@ -88,7 +88,8 @@ def test_every_recipe_builds(path: Path) -> None:
         assert config.data.tokenizer.vocab_size == config.model.vocab_size or config.data.tokenizer.kind == "characters"
 
 
-LAPTOP = ["gpt2-laptop", "gpt-laptop", "bert-laptop", "roberta-laptop", "transformer-laptop", "gpt2-char"]
+LONGER = (pytest.param(f"{name}-laptop", marks=pytest.mark.slow) for name in ("bert", "roberta", "transformer"))
+LAPTOP = ["gpt2-laptop", "gpt-laptop", "gpt2-char", *LONGER]
 
 
 @pytest.mark.parametrize("recipe", LAPTOP)
