@@ -68,7 +68,6 @@ $(VENV)/.bench: $(VENV)/.all
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --upgrade pip # one of 2023 searches for a quarter of an hour
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
