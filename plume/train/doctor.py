@@ -134,8 +134,8 @@ def show_diagnosis(found: Diagnosis) -> None:
         rows.append(row)
     alone = len(rows) == 1  # then a line each, which fits into a narrow terminal
     table = Table(*(Column(title, overflow="fold") for title in titles[: 2 if alone else None]), show_header=not alone)
-    for row in zip(titles[1:], rows[0][1:], strict=True) if alone else rows:
-        table.add_row(*row)
+    for cells in zip(titles[1:], rows[0][1:], strict=True) if alone else rows:
+        table.add_row(*cells)
     console.print(table)
     if found.bytes_per_second is not None and found.all_reduce_seconds is not None:
         console.print(
