@@ -37,6 +37,9 @@ TATOEBA = {  # its two names, which stand in a quarter of its sentences, and tho
     "Mary": (*WOMEN, "Laura", "Julia", "Maria", "Helen", "Linda", "Karen", "Nancy"),
 }
 PRONOUN = re.compile(r"\b(he|she|him|his|hers?|himself|herself)\b", re.IGNORECASE)
+TO_SHE = {"he": "she", "him": "her", "his": "her", "himself": "herself"}
+TO_HE = {"she": "he", "herself": "himself"}
+WRAPPED = 75  # mean length of the lines of a novel below which its line ends are those of a page
 NAME_COPIES = 8  # of a sentence with both names and a pronoun, each with other names
 SENTENCES = (  # the pronoun at the end can only be the first name, or only the second
     ("Yesterday {she} gave {he} her book because she", "she"),
@@ -85,11 +88,13 @@ def read(file: Path) -> str:
         return zstandard.ZstdDecompressor().stream_reader(stream).read().decode()
 
 
+def novels(english: Path) -> list[str]:
+    return [joined_lines(json.loads(row)["text"]) for row in read(english / "novels.jsonl.zst").splitlines()]
+
+
 def tokenizer_text(english: Path) -> str:
     """All sentences, a random part of the novels, and words of today that the novels lack."""
-    paragraphs = [
-        p for row in read(english / "novels.jsonl.zst").splitlines() for p in json.loads(row)["text"].split("\n")
-    ]
+    paragraphs = [p for novel in novels(english) for p in novel.split("\n")]
     random.Random(0).shuffle(paragraphs)
     part, size = list[str](), 0
     while size <= NOVELS_IN_TOKENIZER:
@@ -97,6 +102,29 @@ def tokenizer_text(english: Path) -> str:
         size += len(part[-1])
     words = f"The {' '.join(WORDS.split())}"
     return "\n".join([read(english / "sentences.txt.zst").rstrip("\n"), *part, *[words] * WORD_COUNT]) + "\n"
+
+
+def joined_lines(text: str) -> str:
+    """A paragraph a line: many of the novels have line ends at a column of some sixty characters."""
+    lines = [len(line) for line in text.split("\n") if line]
+    if sum(lines) > WRAPPED * len(lines):
+        return re.sub(r"\n{2,}", "\n", text)
+    paragraphs = re.split(r"\n\s*\n", text)
+    return "\n".join(re.sub(r"\s*\n\s*", " ", re.sub(r"(\w-)\n\s*(?=\w)", r"\1", p)).strip() for p in paragraphs)
+
+
+def swapped(sentence: str) -> str | None:
+    """With the other gender throughout; None where "her" leaves open whether it is "his" or "him"."""
+    swaps = TO_SHE if not re.search(r"\b(she|hers?|herself)\b", sentence, re.IGNORECASE) else TO_HE
+    if swaps is TO_HE and re.search(r"\b(he|him|his|himself|hers?)\b", sentence, re.IGNORECASE):
+        return None
+    sentence = re.sub(
+        rf"\b({'|'.join(swaps)})\b",
+        lambda found: swaps[found[0].lower()].capitalize() if found[0][0].isupper() else swaps[found[0].lower()],
+        sentence,
+        flags=re.IGNORECASE,
+    )
+    return re.sub(r"\b(Tom|Mary)\b", lambda found: "Mary" if found[0] == "Tom" else "Tom", sentence)
 
 
 def renamed(sentence: str, random: random.Random) -> str:
@@ -113,7 +141,9 @@ def sentence_files(english: Path, place: Path) -> None:
     sentences, names = list[str](), list[str]()
     for sentence in read(english / "sentences.txt.zst").splitlines():
         if all(re.search(rf"\b{name}\b", sentence) for name in TATOEBA) and PRONOUN.search(sentence):
-            names += [renamed(sentence, draw) for _ in range(NAME_COPIES)]
+            other = swapped(sentence)
+            pair = (sentence, sentence if other is None else other)  # so that the one who acts is as often a woman
+            names += [renamed(pair[copy % 2], draw) for copy in range(NAME_COPIES)]
         else:
             sentences.append(renamed(sentence, draw))
     for file, lines in (("sentences.txt", sentences), ("names.txt", names)):
@@ -125,7 +155,8 @@ def make(english: Path, place: Path) -> None:
     place.mkdir(parents=True, exist_ok=True)
     (place / "sample.txt").write_text(tokenizer_text(english), encoding="utf-8")
     (place / "data" / "english").mkdir(parents=True, exist_ok=True)
-    (place / "data" / "english" / "novels.jsonl.zst").write_bytes((english / "novels.jsonl.zst").read_bytes())
+    rows = "".join(json.dumps({"text": novel}) + "\n" for novel in novels(english))
+    (place / "data" / "english" / "novels.jsonl").write_text(rows, encoding="utf-8")
     sentence_files(english, place / "data" / "english")
     commands = (
         "tokenizer train sample.txt --out data/plume-en-tokenizer --tokenizer.vocab_size 8192",

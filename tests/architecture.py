@@ -14,6 +14,7 @@ TREES = {path: ast.parse(text) for path, text in FILES.items()}
 COMPILED = {
     "arithmetic.py",
     "forward.py",
+    "fused_attention.py",
     "lanes.py",
     "sampling.py",
     "tiles.py",

@@ -115,16 +115,15 @@ def test_bits_per_byte_stand_beside_those_of_counts_and_xz(tmp_path):
 
 
 def windows_by_transformers(folder, tokenizer, ids, context):
-    """Whole windows one after the other; a separator is predicted too but has no bytes."""
+    """Token by token: windows begin at every half context, the last one ends with the text."""
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
-    bits = size = 0
-    for start in range(0, len(ids) - context, context):
-        window = torch.tensor([ids[start : start + context + 1]])
+    starts, bits = sorted({*range(0, len(ids) - 1 - context, context // 2), len(ids) - 1 - context}), 0.0
+    for place in range(1, len(ids)):
+        start = next(start for start in starts if start + context >= place)
         with torch.no_grad():
-            logits = theirs(window[:, :-1]).logits.double().log_softmax(-1)
-        bits -= float(logits.gather(-1, window[:, 1:, None]).sum()) / math.log(2)
-        targets = [t for t in window[0, 1:].tolist() if t not in tokenizer.special_ids.values()]
-        size += len(tokenizer.decode_bytes(targets))
+            logits = theirs(torch.tensor([ids[start:place]])).logits[0, -1].double().log_softmax(-1)
+        bits -= float(logits[ids[place]]) / math.log(2)
+    size = len(tokenizer.decode_bytes([t for t in ids[1:] if t not in tokenizer.special_ids.values()]))
     return bits / size
 
 

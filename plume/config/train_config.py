@@ -172,6 +172,9 @@ class PretrainConfig(Checked):
     data: DataConfig = option(STANDARD_LIBRARY, DATA)
     prepared: Path | None = option(None, PREPARED)
     init_from: str | None = option(None, "model to continue from: its weights, sizes and tokenizer; unset: random")
+    embedding_init: Literal["random", "cooccurrence"] = option(
+        "random", "first token embeddings: random, or from counts of neighbouring tokens (PPMI, SVD)"
+    )
     minutes: float | None = option(
         None, "training time: choose layers, width, vocabulary, context, batch, rates and steps for it"
     )
@@ -186,6 +189,8 @@ class PretrainConfig(Checked):
                 yield "minutes sizes one stack of Transformer blocks; unset it, and set sizes and steps in the recipe"
             if self.init_from is not None:
                 yield "minutes chooses the sizes of a fresh model, init_from has its own; unset one, set train.steps"
+        if self.embedding_init != "random" and (self.init_from is not None or self.model.decoder_layers):
+            yield "embedding_init=cooccurrence is for a fresh model of one stack; leave it out"
         length = self.model.context if self.objective.length is None else self.objective.length
         if length > self.model.context:
             yield f"objective.length={length} is longer than model.context={self.model.context}"

@@ -24,6 +24,7 @@ from plume.util.run_folder import is_run, read_recipe_of
 
 SHAPES = ((2, 64), (3, 96), (4, 128), (4, 192), (6, 192), (6, 256), (6, 320), (8, 384), (8, 512), (12, 640), (12, 768))
 HEAD_WIDTH = 32  # of narrow models; GPT-2's 64 from a width of 512 on
+CONTEXT = 256
 TOKENS_PER_WEIGHT = 4  # of the blocks: with fewer a smaller model learns more in the same time
 REFERENCE_TOKENS = 4e6  # of the run that rates and batch were searched for
 REFERENCE_LR, REFERENCE_MUON_LR, REFERENCE_WIDTH = 6e-3, 0.03, 128
@@ -70,14 +71,19 @@ def sized(config: PretrainConfig) -> tuple[PretrainConfig, str]:
 
 
 def shaped(config: PretrainConfig, layers: int, width: int, most: int, least: int) -> ModelConfig:
-    """A token table a third as large as the blocks, within bounds that the text sets."""
+    """A token table a third as large as the blocks, within bounds that the text sets.
+
+    A GPT has output weights of its own: they cost no time, and begin as the tokens that follow.
+    """
     heads = width // (HEAD_WIDTH if width < 512 else 2 * HEAD_WIDTH)
-    context = 128 if width < 192 else 256
     if config.prepared is not None:
         rows = read_manifest(config.prepared).vocab_size
     else:
         rows = max(min(1 << round(math.log2(4 * layers * width)), most), least, 512) // 256 * 256
-    return replace(config.model, layers=layers, width=width, heads=heads, context=context, vocab_size=rows)
+    tied = config.model.tie_embeddings and not config.model.causal
+    return replace(
+        config.model, layers=layers, width=width, heads=heads, context=CONTEXT, vocab_size=rows, tie_embeddings=tied
+    )
 
 
 def batch_for(model: ModelConfig, minutes: float) -> int:
@@ -101,7 +107,8 @@ def with_size(config: PretrainConfig, model: ModelConfig, batch: int, steps: int
         validate_every=max(1, steps // (5 if steps < 5000 else 20)),
     )
     tokenizer = replace(config.data.tokenizer, vocab_size=model.vocab_size)
-    return replace(config, model=model, train=train, data=replace(config.data, tokenizer=tokenizer), minutes=None)
+    data = replace(config.data, tokenizer=tokenizer)
+    return replace(config, model=model, train=train, data=data, minutes=None, embedding_init="cooccurrence")
 
 
 def text_bytes(data: DataConfig) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from plume.data import PackedWindows, open_shards
+from plume.data import IGNORE, open_shards
 from plume.data.shards import Ids, Shards
 from plume.hf import load_model
 from plume.model.loss import token_loss
@@ -22,6 +22,7 @@ from plume.text.tokenizer import Tokenizer
 
 MOST_TOKENS = 16_000_000  # of the training text that is counted
 MOST_PACKED = 32_000_000  # bytes of it, the last ones, that xz may refer to
+ROWS = 32  # windows that the model reads together
 DISCOUNT = 0.75  # of each count of a pair, given to pairs that were never seen
 XZ = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 26}]
 
@@ -88,11 +89,21 @@ def packed_bits(before: bytes, text: bytes) -> float:
 
 @torch.no_grad()
 def model_bits(folder: Path, data: Path, tokenizer: Tokenizer) -> float:
-    """In windows of the context, each read from its first token; the tokens that are predicted."""
-    model = load_model(folder).eval()
-    total = size = 0.0
-    for batch in PackedWindows(open_shards(data, "validation"), model.config.context, shuffle=False).sweep(64):
-        hidden, targets = model.body(torch.from_numpy(batch.tokens)), torch.from_numpy(batch.targets)
-        total += float(token_loss(hidden, model.table, targets, vocab_size=model.config.vocab_size))
-        size += len(text_bytes(tokenizer, batch.targets.ravel()))
-    return total / math.log(2) / size
+    """In windows of the context that overlap by half: each token behind at least half a context, if there is so much.
+
+    The first token has nothing before it and is not counted.
+    """
+    model, tokens = load_model(folder).eval(), tokens_of(open_shards(data, "validation"))
+    context, vocab_size = min(model.config.context, len(tokens) - 1), model.config.vocab_size
+    last = len(tokens) - 1 - context
+    starts = [*range(0, last, max(1, context // 2)), last]
+    total = 0.0
+    for first in range(0, len(starts), ROWS):
+        group = starts[first : first + ROWS]
+        windows = torch.from_numpy(np.stack([tokens[start : start + context + 1] for start in group]))
+        targets = windows[:, 1:].clone()
+        for row, start in enumerate(group):
+            known = starts[first + row - 1] + context if start else 0  # the last token that was predicted before
+            targets[row, : known - start] = IGNORE
+        total += float(token_loss(model.body(windows[:, :-1]), model.table, targets, vocab_size=vocab_size))
+    return total / math.log(2) / len(text_bytes(tokenizer, tokens[1:]))

@@ -49,6 +49,7 @@ from plume.model.loss import TensorBatch
 from plume.text import Tokenizer, load_tokenizer
 from plume.train import samples
 from plume.train.budget import sized
+from plume.train.cooccurrence import CountedEmbeddings
 from plume.train.distribute import Ranks, join, shared_precision
 from plume.train.first_weights import FirstWeights, StoredWeights, check_tokenizer, continued, deferred
 from plume.train.loop import Outcome, Task, Trainer
@@ -168,6 +169,8 @@ def pretrain(config: PretrainConfig) -> RunResult:
             check_tokenizer(config, tokenizer)
             model, first = first_model(config, tokenizer.vocab_size, ranks, stored)
             stored = None  # a mapped file; the task holds it until each rank has its part
+            if config.embedding_init == "cooccurrence":
+                first = CountedEmbeddings(first, open_shards(data, "train"))
             task = replace(make_task(config, model, tokenizer, data), first_weights=first)
         shares = token_shares(task.train, tokenizer.vocab_size)
         task, unigram = replace(task, unigram_loss=entropy(shares, config.train.label_smoothing)), entropy(shares)

@@ -31,14 +31,23 @@ def gradients(model: Model, tokens: torch.Tensor, lengths: torch.Tensor | None) 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    ("family", "lengths"),
-    [("gpt2", None), ("openai-gpt", None), ("bert", None), ("bert", PADDED), ("gpt2-narrow-mlp", None)],
+    ("family", "lengths", "length"),
+    [
+        ("gpt2", None, 32),
+        ("openai-gpt", None, 32),
+        ("bert", None, 32),
+        ("bert", PADDED, 32),
+        ("gpt2-narrow-mlp", None, 32),
+        ("gpt2", None, 150),  # more than a block of queries, and neither whole blocks nor whole vectors
+        ("bert", torch.tensor([150, 66, 1]), 150),
+    ],
 )
 def test_gradients_are_those_of_autograd_in_float64(
-    family: str, lengths: torch.Tensor | None, threads: int, monkeypatch: pytest.MonkeyPatch
+    family: str, lengths: torch.Tensor | None, length: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = random_model(FAMILIES[family], "next-token" if FAMILIES[family].causal else "masked-token").train()
-    tokens = torch.randint(0, 61, (3, 32))
+    config = replace(FAMILIES[family], context=max(length, FAMILIES[family].context))
+    model = random_model(config, "next-token" if config.causal else "masked-token").train()
+    tokens = torch.randint(0, 61, (3, length))
     expected = gradients(copy.deepcopy(model).double(), tokens, lengths)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -80,7 +89,7 @@ def test_it_stands_aside_where_it_would_not_compute_the_same(case: str, monkeypa
         attention.k.register_forward_hook(lambda part, args, out: 2 * out)
     mask = attention_mask(0, 32, causal=True, device=torch.device("cpu"), documents=torch.arange(32)[None] // 20)
     x, mask = torch.randn(2, 32, 16), mask if case == "documents" else None
-    monkeypatch.setattr(fused, "LONGEST", 31 if case == "long" else 512)
+    monkeypatch.setattr(fused, "LONGEST", 31 if case == "long" else 1024)
     monkeypatch.setattr(fused.FusedMLP, "apply", None)
     monkeypatch.setattr(fused.FusedAttention, "apply", None)  # calling it would fail
     with torch.set_grad_enabled(case != "no gradients"):
