@@ -15,7 +15,7 @@ import numpy as np
 from plume.config import EngineConfig, EngineKind, EnginePrecision, SamplingConfig, UserError
 from plume.config.fields import refuse
 from plume.config.recipes import wrong_choices
-from plume.hf import load_tokenizer_of, read_config, read_embedding, resolve, save_model
+from plume.hf import folder_info, load_tokenizer_of, read_config, read_embedding, resolve, save_model
 from plume.inference import outputs, scoring
 from plume.inference.batcher import Batcher
 from plume.inference.beam import beam_search
@@ -54,9 +54,12 @@ Texts = list[str] | tuple[str, ...]
 Result = TypeVar("Result")
 
 
-def is_batch(value: object) -> bool:
-    """Whether a list holds several texts; a list of token ids is one text."""
-    return isinstance(value, list | tuple) and bool(value) and not isinstance(value[0], int | np.integer)
+def is_batch(value: Any) -> bool:
+    """Whether a list, array or column holds texts, any number of them; a list of token ids is one text."""
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__len__"):
+        return False
+    first = next(iter(value), None)
+    return isinstance(first, str) or not (isinstance(first, int) or getattr(first, "ndim", None) == 0)
 
 
 def for_each(value: Any, one: Callable[[Any], Result]) -> Any:
@@ -125,11 +128,8 @@ class LM:
 
     def save(self, folder: str | Path) -> Path:
         """Write the model, with the weights it has now, and its tokenizer as a Hugging Face model folder."""
-        from plume.util.files import read_json
-
-        about = None if self.folder is None else self.folder / "plume.json"
-        info = read_json(about) if about is not None and about.is_file() else {}
-        return save_model(self.model, folder, tokenizer=self.tokenizer, info=info)
+        info, embedding = folder_info(self.folder), None if self.folder is None else read_embedding(self.folder)
+        return save_model(self.model, folder, tokenizer=self.tokenizer, info=info, embedding=embedding)
 
     def close(self) -> None:
         """Free the engine's threads and memory."""
@@ -294,7 +294,8 @@ class LM:
         self._check_generates()
 
         def one(each: str) -> list[str]:
-            config = SamplingConfig(temperature=0, max_new_tokens=8, token_healing=not each.endswith((" ", "\n")))
+            begun = each[-1:].isalnum() or each.endswith(" ")  # most tokens of words begin with their space
+            config = SamplingConfig(temperature=0, max_new_tokens=8, token_healing=begun)
             sequence = self._sequence(self.encode(each), config, seed=0, sample=0)
             return outputs.suggest(self.batcher, self.tokenizer, sequence, n)
 
@@ -317,14 +318,14 @@ class LM:
         A long text is read in windows that overlap; `stride` is how far each moves, half of the context unless set.
         A masked model predicts each token from all others.
         """
-        stride = self.config.context // 2 if stride is None else stride
+        stride = max(1, self.config.context // 2) if stride is None else stride
         scorer = self.scorer()
 
         def one(each: str | Sequence[int]) -> TextScore:
             before, tokens = self._split(each, given)
             if not tokens:
                 raise UserError("the text is empty, so there is nothing to score")
-            check_ids([*before, *tokens], self.config.vocab_size)
+            check_ids([*before, *tokens], min(self.config.vocab_size, self.tokenizer.vocab_size))
             return scoring.score_text(scorer, tokens, given=before, stride=stride)
 
         found: TextScore | list[TextScore] = for_each(text, one)
@@ -397,11 +398,11 @@ class LM:
         `pool`: mean, cls, max, or the family's own summary; unset: as modules.json says (sentence-transformers), else
         the mean. `layers` counts from 0, the embeddings; unset: the last; vectors of several are concatenated.
         """
-        many: Any = texts if is_batch(texts) or (isinstance(texts, list) and not texts) else [texts]
+        many: Any = list(texts) if (several := is_batch(texts)) else [texts]
         settings = None if self.folder is None else read_embedding(self.folder)
         model = self.inference_model if layers is None else self.model
         found = outputs.embed(model, self.tokenizer, many, pool=pool, batch=batch, layers=layers, settings=settings)
-        return found if many is texts else found[0]
+        return found if several else found[0]
 
     # -- fine-tuned heads
 
@@ -481,14 +482,9 @@ def load(
     draft: str | Path | None = None,
 ) -> LM:
     """Open a model folder, a run folder or a hub name."""
+    place = None if draft is None else Path(draft)
     settings = EngineConfig(
-        engine=engine,
-        precision=precision,
-        device=device,
-        threads=threads,
-        slots=slots,
-        compile=compile,
-        draft=None if draft is None else Path(draft),
+        engine=engine, precision=precision, device=device, threads=threads, slots=slots, compile=compile, draft=place
     )
     return open_lm(name, settings)
 

@@ -1,6 +1,7 @@
 """Activations, contributions, interventions and attribution against hooks on transformers' model of the same folder."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -303,6 +304,14 @@ def their_answer_to_baseline(theirs, token):
         given = {"input_ids": torch.tensor([[token] * len(SOURCE)])}
         return theirs(**given, decoder_input_ids=torch.tensor([[token] * len(TOKENS)])).logits[0]
     return their_answer(theirs, [token] * len(TOKENS))
+
+
+def test_the_baseline_is_a_text_where_input_and_output_tables_differ():
+    model = random_model(replace(FAMILIES["gpt2"], tie_embeddings=False))
+    found, other = explain(model, TOKENS).attribution(index=7, baseline=3), explain(model, [3] * len(TOKENS))
+    row = other.logits[-1]
+    assert found.baseline == pytest.approx(float(row[7] - row.mean()), abs=1e-5)
+    assert found.total == pytest.approx(found.logit - found.baseline, rel=0.02)
 
 
 def test_the_default_baseline_is_the_mean_row():

@@ -1,6 +1,7 @@
 """What a person sees who makes a mistake: one clear message, code 2, no traceback, nothing half-written."""
 
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -137,9 +138,10 @@ def test_a_folder_made_elsewhere_is_imported(capsys, here):
     from dataclasses import replace
 
     model = random_model(replace(FAMILIES["gpt2"], vocab_size=tokenizer.vocab_size))
-    save_model(model, here / "theirs", tokenizer=tokenizer)
-    assert main(["import", "theirs", "--out", "ours"]) == 0
-    assert (here / "ours" / "plume.json").is_file()
+    save_model(model, here / "theirs", tokenizer=tokenizer, info={"task": {"kind": "generate"}})
+    assert main(["import", "theirs", "--out", "ours", "--precision", "float16"]) == 0
+    about = json.loads((here / "ours" / "plume.json").read_text())
+    assert about["imported_from"] == "theirs" and about["task"] == {"kind": "generate"}  # what it was trained for stays
     assert (here / "ours" / "tokenizer.json").is_file()
 
 

@@ -20,6 +20,7 @@ from plume.lm import LM
 from plume.model.heads import Model
 from plume.tasks import Predictor
 from plume.text import train_tokenizer
+from plume.util import drawings
 
 CAUSAL = ["gpt2", "gpt2-narrow-mlp", "openai-gpt", "transformer-decoder"]
 BOTH_SIDES = ["bert", "roberta", "distilbert"]
@@ -306,6 +307,16 @@ def test_a_second_text_is_read_or_refused():
     predictor.known = True
     with pytest.raises(UserError, match="single texts; leave pair out"):
         task_rows(predictor, "a b", "c d")
+
+
+def test_a_long_strip_with_numbers_that_are_missing():
+    """What has no surprisal, as special tokens of a masked model, is drawn as zero; warnings are errors here."""
+    values = np.linspace(-1, 1, 300, dtype=np.float32)
+    values[[0, 299]] = np.nan
+    source = re.search(r"base64,([^']+)", drawings.drawn(values))[1]
+    pixels = Image.open(io.BytesIO(base64.b64decode(source)))
+    assert pixels.size == (128, 3) and pixels.getpixel((0, 0)) == pixels.getpixel((43, 2)) == drawings.PAPER
+    assert pixels.getpixel((42, 2)) == drawings.BLUE
 
 
 def test_results_draw_themselves_in_a_notebook(tmp_path):

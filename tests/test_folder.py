@@ -1,6 +1,7 @@
 """A folder that does not fit is refused with a message that names what and where; nothing half-written is left."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -192,10 +193,47 @@ def test_a_failed_save_keeps_the_old_folder(folder, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
-def test_saving_again_replaces_the_whole_folder(folder):
-    (folder / "left-over.txt").write_text("old")
+def test_saving_again_replaces_the_model_and_nothing_else(folder):
+    old = ["model-00001-of-00002.safetensors", "pytorch_model.bin", "generation_config.json", "model-int8.gguf"]
+    kept = ["notes.txt", ".gitattributes", "chat_template.jinja", "checkpoint-500/trainer_state.json"]
+    (folder / "checkpoint-500").mkdir()
+    for name in (*old, *kept):
+        (folder / name).write_text(name)
     save_model(random_model(FAMILIES["gpt2"], seed=1), folder)
-    assert not (folder / "left-over.txt").exists()
+    assert not any((folder / name).exists() for name in old)
+    assert [(folder / name).read_text() for name in kept] == kept
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_a_config_json_alone_makes_no_model_folder(tmp_path):
+    (tmp_path / "project" / "src").mkdir(parents=True)
+    (tmp_path / "project" / "config.json").write_text('{"port": 80}')
+    (tmp_path / "file").write_text("mine")
+    for name in ("project", "file"):
+        with pytest.raises(UserError, match=f"{name} is not empty and not a model folder"):
+            save_model(random_model(FAMILIES["gpt2"]), tmp_path / name)
+    assert (tmp_path / "project" / "src").is_dir() and (tmp_path / "file").read_text() == "mine"
+
+
+def test_threads_that_save_to_one_folder(folder):
+    models = [random_model(FAMILIES["gpt2"], seed=seed) for seed in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        assert set(pool.map(lambda model: save_model(model, folder), models)) == {folder}
+    saved = load_model(folder).table
+    assert any(torch.equal(saved, model.table) for model in models)
+    assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_a_broken_file_of_weights_without_a_head_named(folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "architectures"}))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")  # no pickle
+    refused(folder, "pytorch_model.bin")
+
+
+def test_a_translation_config_without_sizes(folder):
+    (folder / "config.json").write_text('{"model_type": "marian"}')
+    refused(folder, "'width'")
 
 
 def test_the_hash_tells_models_apart(tmp_path):

@@ -200,11 +200,11 @@ def import_model(words: Words, _: Flags) -> None:
     wanted = settings(config.ImportConfig, words, "model")
     import torch
 
-    from plume.hf import load_model, load_tokenizer_of, model_hash, read_embedding, resolve, save_model
+    from plume.hf import folder_info, load_model, load_tokenizer_of, model_hash, read_embedding, resolve, save_model
     from plume.text import load_tokenizer
 
     folder = resolve(wanted.model)
-    info = {"imported_from": wanted.model, "imported_hash": model_hash(folder)}
+    info = folder_info(folder) | {"imported_from": wanted.model, "imported_hash": model_hash(folder)}
     model = load_model(folder, architecture=wanted.architecture, dtype=getattr(torch, wanted.precision))
     given, kind = wanted.tokenizer, wanted.architecture
     tokenizer = load_tokenizer_of(folder, kind) if given is None else load_tokenizer(given)

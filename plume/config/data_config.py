@@ -36,7 +36,7 @@ class TokenizerConfig:
     lowercase: bool = option(True, "wordpiece: lowercase and strip accents")
     pretokenizer: Pretokenizer = option("auto", "gpt1-bpe: word splitting; auto: spacy if installed")
     merge_score: Literal["frequency", "likelihood"] = option("frequency", "wordpiece: score that picks the next merge")
-    min_frequency: int = option(2, "minimum count of a merge, or of a character outside byte-bpe")
+    min_frequency: int = option(2, "minimum count of a merge, in wordpiece and gpt1-bpe also of a character")
     max_memory_mb: int = option(1024, "memory for word counts in MB; more spills to disk")
     sample_mb: int = option(1024, "text to train on in MB: a random sample of larger corpora")
     seed: int = option(0, "seed of that sample")

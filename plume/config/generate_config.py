@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -80,6 +80,9 @@ class SamplingConfig:
 
     def _checks(self) -> Iterator[tuple[bool, str]]:
         limit, t = self.max_new_tokens, self.temperature
+        for one in fields(self):  # Python does not check types: 2.5 tokens are never reached
+            value, whole = getattr(self, one.name), str(one.type).startswith("int")
+            yield whole and isinstance(value, float), f"{one.name}={value} must be a whole number"
         yield limit is not None and limit < 1, f"max_new_tokens={limit} must be at least 1, or none"
         yield self.min_new_tokens < 0, f"min_new_tokens={self.min_new_tokens} cannot be negative; 0 turns it off"
         yield not 0 <= t < math.inf, f"temperature={t} must be 0 (the likeliest token) or more, for example 0.8"
@@ -94,6 +97,8 @@ class SamplingConfig:
         yield self.no_repeat_ngram < 0, f"no_repeat_ngram={self.no_repeat_ngram} cannot be negative; 0 is off"
         for name in ("presence_penalty", "frequency_penalty", "length_penalty"):
             yield not math.isfinite(getattr(self, name)), f"{name}={getattr(self, name)} must be a finite number"
+        biases = list(self.logit_bias.values())
+        yield any(map(math.isnan, biases)), f"logit_bias={self.logit_bias} must hold numbers"
         yield "" in self.stop, "stop has a text of zero length, which would end every answer; leave it out"
         yield self.n < 1, f"n={self.n} must be at least 1"
         yield self.best_of is not None and self.best_of < self.n, f"best_of={self.best_of} must be at least n={self.n}"
@@ -208,7 +213,11 @@ class ExportConfig:
     out: Path | None = option(None, "file to write; unset: in the model folder, or here for a hub name")
 
     def __post_init__(self) -> None:
-        refuse([f"cache={self.cache} is for format=onnx"] if self.cache is not None and self.format != "onnx" else [])
+        named = None if self.out is None else self.out.suffix.lower()
+        problems = [f"cache={self.cache} is for format=onnx"] * (self.cache is not None and self.format != "onnx")
+        if named in (".gguf", ".onnx") and named != f".{self.format}":
+            problems.append(f"out={self.out} is named like another format than format={self.format}; set one of them")
+        refuse(problems)
 
     @property
     def path(self) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -169,8 +170,8 @@ def utf8_size(text: Any) -> int:
 
 def number_or_none(value: Any) -> float | None:
     try:
-        return float(value)
-    except (TypeError, ValueError):
+        return None if math.isnan(number := float(value)) else number
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

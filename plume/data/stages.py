@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from plume.config import DataConfig
-from plume.data.batches import generator
 from plume.data.clean import Cleaner, HeldOut, signature, sorted_keys
 from plume.data.documents import Document, read_piece
 from plume.data.pool import Result, Task
@@ -21,7 +20,7 @@ from plume.data.sources import WorkUnit
 from plume.data.tables import Tally
 from plume.text import Tokenizer
 from plume.text.encoders import grouped
-from plume.text.tokenizer_training import count_words, word_counter, write_run
+from plume.text.tokenizer_training import count_words, sampled, word_counter, write_run
 from plume.util.files import aside, stream_aside, write_json
 
 BATCH_CHARACTERS = 1 << 20  # documents are handed to the tokenizer in groups of about this size
@@ -93,12 +92,11 @@ class WordCounter(Survey):
         return {"size": piece.size, "run": str(run), "dropped": tally.to_dict()}
 
     def sample(self, piece: WorkUnit, tally: Tally, first: int) -> Iterator[str]:
-        """The texts of documents that are no duplicates, each with the same chance."""
-        random = generator(self.config.tokenizer.seed, "sample", piece.number)
-        for number, document in enumerate(self.kept(piece, tally, Counter()), first):
-            chosen = self.share >= 1 or random.random() < self.share
-            if chosen and (self.dropped is None or not self.dropped[number]):
-                yield from [document.text] if document.target is None else [document.text, document.target]
+        """A share of the texts of documents that are no duplicates."""
+        kept = enumerate(self.kept(piece, tally, Counter()), first)
+        documents = (document for number, document in kept if self.dropped is None or not self.dropped[number])
+        texts = (side for document in documents for side in (document.text, document.target) if side is not None)
+        return sampled(texts, self.share, f"{self.config.tokenizer.seed} {piece.number}")
 
 
 class ShardMaker(Survey):

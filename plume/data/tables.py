@@ -24,6 +24,8 @@ COMPRESSED = (".gz", ".zst")
 UNDECODED = re.compile("[\udc80-\udcff]")  # bytes that surrogateescape kept apart
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 MARKED = "plume-mark"  # how an encoding other than UTF-8 is decoded
+# Python refuses whole numbers of thousands of digits
+JSON = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) < 1000 else float(digits))
 
 
 def mark(error: UnicodeError) -> tuple[str, int]:
@@ -163,7 +165,7 @@ def parse_line(line: bytes, where: str, tally: Tally | None) -> Row | None:
     if not line.strip():
         return None
     try:
-        value = json.loads(line.removeprefix(codecs.BOM_UTF8).decode())
+        value = JSON.decode(line.removeprefix(codecs.BOM_UTF8).decode())
     except UnicodeDecodeError:
         reject("not UTF-8", where, tally)
         return None
@@ -215,13 +217,12 @@ def json_rows(stream: BinaryIO, path: Path, tally: Tally | None) -> Iterator[Row
 
 def json_values(text: io.TextIOWrapper) -> Iterator[tuple[Any, str]]:
     """(value, its JSON) between commas or brackets; (error, rest so far) as the last if it is not JSON."""
-    decoder = json.JSONDecoder()
     buffer, place, more = "", 0, True
     while True:
         while place < len(buffer) and buffer[place] in "[], \t\r\n":
             place += 1
         try:
-            value, end = decoder.raw_decode(buffer, place)
+            value, end = JSON.raw_decode(buffer, place)
             yield value, buffer[place:end]
             place = end
         except (json.JSONDecodeError, RecursionError) as error:

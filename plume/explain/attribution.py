@@ -98,7 +98,7 @@ def integrate(
 @torch.no_grad()
 def baseline_embeddings(seen: ForwardPass, names: list[str], baseline: int | None) -> list[Tensor]:
     """What the embeddings give with the baseline's row for every token."""
-    table = seen.model.table[: seen.model.config.vocab_size]
+    table = seen.model.body.embed.tokens.weight[: seen.model.config.vocab_size]
     row = table.mean(0) if baseline is None else table[baseline]
     kept = list[Tensor]()
 

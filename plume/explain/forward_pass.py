@@ -25,20 +25,8 @@ Stack = Literal["encoder", "decoder"]
 AttentionKind = Literal["attention", "cross"]
 ROWS = ("token_rows", "position_rows", "segment_rows")
 ATTENTION = (
-    "input",
-    "norm",
-    "q",
-    "k",
-    "v",
-    "products",
-    "scores",
-    "masked",
-    "weights",
-    "heads",
-    "update",
-    "sum",
-    "output",
-)
+    "input", "norm", "q", "k", "v", "products", "scores", "masked", "weights", "heads", "update", "sum", "output",
+)  # fmt: skip
 MLP = ("input", "norm", "up", "activation", "update", "sum", "output")
 BLOCK_PARTS = tuple(f"{kind}.{part}" for kind in ("attention", "cross") for part in ATTENTION) + tuple(
     f"mlp.{part}" for part in MLP

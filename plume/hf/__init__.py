@@ -3,6 +3,7 @@
 from plume.hf.checkpoint_model import openable_steps, save_run_config
 from plume.hf.config_json import EmbeddingConfig, FolderConfig, read_config, read_embedding
 from plume.hf.model_folder import (
+    folder_info,
     gather_tensors,
     load_model,
     load_tokenizer_of,
@@ -16,6 +17,7 @@ from plume.hf.weights import read_tensors, rules_for, weight_files
 __all__ = [
     "EmbeddingConfig",
     "FolderConfig",
+    "folder_info",
     "gather_tensors",
     "load_model",
     "load_tokenizer_of",

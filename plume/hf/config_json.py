@@ -83,10 +83,11 @@ def our_values(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if family.positions_after_pad:
         values["first_position"] = pad + 1
         values["context"] = values["context"] - values["first_position"]
-    if values.get("mlp_width") == 4 * values.get("width", 0):
+    context, width = values.get("context", 0), values.get("width", 0)
+    if values.get("mlp_width") == 4 * width:
         values["mlp_width"] = None
-    if values.get("positions") == "sinusoidal" and values.get("context", 0) * values["width"] > LARGEST_SINUSOIDS:
-        raise UserError(f"a context of {values['context']} with width {values['width']} is too large for sinusoids")
+    if values.get("positions") == "sinusoidal" and context * width > LARGEST_SINUSOIDS:
+        raise UserError(f"a context of {context} with width {width} is too large for sinusoids")
     return values
 
 

@@ -17,7 +17,7 @@ from plume.hf.families import Family, family_of
 from plume.hf.weights import Gather, folder_tensors, from_hf, is_tied, read_tensors, some, weight_files, write_tensors
 from plume.text import tokenizer_of_model
 from plume.util.console import tell
-from plume.util.files import aside, write_json, write_text
+from plume.util.files import aside, read_json, write_json, write_text
 from plume.util.hub import bundled, hub_is_offline
 from plume.util.run_folder import RECIPE, split_reference
 
@@ -28,6 +28,11 @@ if TYPE_CHECKING:  # torch takes a second to import, and a config can be read wi
     from plume.text import Tokenizer
 
 MAX_SHARD_BYTES = 5_000_000_000
+# what belongs to a model and is replaced with it; other files of its folder are somebody's
+MODEL_FILES = re.compile(
+    r"(config|generation_config|plume|modules|.*sentence.*|.*_tokens.*|tokenizer.*|vocab|checkpoint)\.json|README\.md|"
+    r"vocab\.txt|merges\.txt|(pytorch_)?model.*\.(bin|safetensors|json|gguf|onnx|data)|(tf|flax|rust)_model.*|\d_[A-Z]\w+|\.plume"
+)
 
 
 def resolve(name: str | Path) -> Path:
@@ -173,26 +178,41 @@ def save_model(
 ) -> Path:
     """Write a whole model folder aside, then put it in place: never half a folder, never a mix of two.
 
-    `gather` gives the whole of a tensor that ranks share; the others join in with `gather_tensors`.
+    Files in a folder that is written over stay if they are none of a model's. `gather` gives the whole of a tensor that
+    ranks share; the others join in with `gather_tensors`.
     """
     place = at_home(folder)
-    if place.exists() and not (place / "config.json").is_file() and any(place.iterdir()):
+    if place.exists() and not (place.is_dir() and (is_model_folder(place) or not any(place.iterdir()))):
         raise UserError(f"{place} is not empty and not a model folder; name another folder")
     if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model only vocab_size={model.config.vocab_size}"
         )
-    with aside(place) as new:
+    with aside(place, keep=lambda name: MODEL_FILES.fullmatch(name) is None) as new:
         write_json(new / "config.json", to_hf_config(model, tokenizer))
         write_tensors(folder_tensors(model), new, max_shard_bytes, gather)
         if tokenizer is not None:
             tokenizer.save(new)
         if embedding is not None:
             write_embedding(embedding, new, model.config.width)
-        about = {"head": model.kind, "tokenizer_hash": None if tokenizer is None else tokenizer.hash, **(info or {})}
+        own = {"head": model.kind, "tokenizer_hash": None if tokenizer is None else tokenizer.hash}
+        about = {**own, **({} if info is None else info), **own}
         write_json(new / "plume.json", about)
         write_text(new / "README.md", model_card(model, about))
     return place
+
+
+def is_model_folder(place: Path) -> bool:
+    try:
+        return not {"model_type", "architectures"}.isdisjoint(read_json(place / "config.json"))
+    except UserError:
+        return False
+
+
+def folder_info(folder: Path | None) -> dict[str, Any]:
+    """What Plume wrote beside a model: its recipe, its task, its results; nothing where others wrote it."""
+    file = None if folder is None else folder / "plume.json"
+    return read_json(file) if file is not None and file.is_file() else {}
 
 
 def gather_tensors(model: Model, gather: Gather) -> None:

@@ -49,22 +49,8 @@ def indexed_files(index: Path) -> list[Path]:
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, without reading the weights."""
-    import torch
-    from safetensors import SafetensorError, safe_open
-
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in weight_files(folder):
-        if file.suffix != ".safetensors":
-            state = torch.load(file, map_location="meta", weights_only=True)
-            shapes |= {name: tuple(tensor.shape) for name, tensor in state.items()}
-            continue
-        try:
-            with safe_open(file, framework="pt") as opened:
-                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is corrupt or truncated: {str(error).splitlines()[0]}") from None
-    return shapes
+    """The shape of every tensor; safetensors are mapped, not read."""
+    return {name: tuple(tensor.shape) for name, tensor in read_tensors(folder).items()}
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -65,7 +65,7 @@ def likeliest(tokenizer: Tokenizer, logits: Floats, k: int) -> CandidateList:
 def suggest(batcher: Batcher, tokenizer: Tokenizer, sequence: SequenceState, n: int) -> list[str]:
     """Whole words that may come next, or complete the last one, by the likeliest first tokens of a new sequence."""
     tokens, owed = sequence.tokens, sequence.owed
-    allowed = np.array(healing(tokenizer).starting_with(owed)) if owed else np.arange(sequence.vocab_size)
+    allowed = np.array(healing(tokenizer).starting_with(owed))
     logits = batcher.logits_for(tokens)[-1]
     best = allowed[sampler.largest(logits[allowed], min(4 * n, len(allowed)))]
     words = list[str]()
@@ -122,6 +122,7 @@ def mask_logits(model: Model, tokenizer: Tokenizer, ids: Sequence[int]) -> tuple
     if model.kind not in ("masked-token", "pretraining") or tokenizer.mask is None:
         raise UserError(f"a model with a {model.kind} head cannot fill a mask; one with a masked-token head can")
     whole, segments = tokenizer.add_special_tokens(ids)
+    check_ids(whole, model.config.vocab_size)
     places = [i for i, token in enumerate(whole) if token == tokenizer.mask]
     if not places:
         raise UserError(f"the text has no {tokenizer.token(tokenizer.mask)}")

@@ -38,8 +38,8 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     no_repeat_ngram: int
     logit_bias: dict[int, float]
-    stop: str | Sequence[str]
-    stop_tokens: int | Sequence[int]
+    stop: str | Sequence[str] | None
+    stop_tokens: int | Sequence[int] | None
     ignore_eos: bool
     n: int
     best_of: int | None
@@ -63,7 +63,8 @@ def with_options(config: SamplingConfig | None, options: SamplingOptions) -> Sam
     try:
         for name, alone in (("stop", str), ("stop_tokens", int)):
             if name in given:
-                given[name] = (given[name],) if isinstance(given[name], alone) else tuple(given[name])
+                value = () if given[name] is None else given[name]
+                given[name] = (value,) if isinstance(value, alone) else tuple(value)
         found = replace(base, **given)
     except TypeError:  # a value of another type, which this names
         return build(SamplingConfig, {f.name: getattr(base, f.name) for f in fields(base)} | given)

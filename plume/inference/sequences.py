@@ -238,7 +238,7 @@ class SequenceState:
 
     def slide(self) -> None:
         """Move the window on: forget the older half."""
-        self.base = len(self.tokens) - self.context // 2
+        self.base = len(self.tokens) - max(1, self.context // 2)
 
     @property
     def full(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from plume.config import TaskConfig, UserError, did_you_mean
 from plume.data.tables import Tally
+from plume.hf import folder_info
 from plume.model.heads import Model
 from plume.tasks.choose import Choice, ChooseTask
 from plume.tasks.classify import ClassifyTask, Label, PairTask, SimilarityTask
@@ -21,7 +22,6 @@ from plume.tasks.span import Answer, SpanTask
 from plume.tasks.tag import TaggedWord, TagTask
 from plume.tasks.task_kind import TaskKind, evaluate, predict
 from plume.text import Tokenizer
-from plume.util.files import read_json
 
 KINDS: list[type[TaskKind]] = [  # a table is of the first kind that its columns match, or else to classify
     TagTask,
@@ -56,9 +56,7 @@ def kind_for_head(head: str) -> type[TaskKind] | None:
 
 def saved_settings(folder: Path | None) -> TaskSettings | None:
     """What a model folder says about its task; None: nothing."""
-    if folder is None or not (folder / "plume.json").is_file():
-        return None
-    about = read_json(folder / "plume.json").get("task")
+    about = folder_info(folder).get("task")
     return None if about is None else TaskSettings.from_dict(about)
 
 

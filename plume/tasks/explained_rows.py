@@ -12,6 +12,7 @@ import numpy as np
 from plume.config import ModelConfig, UserError
 from plume.data.batches import decoder_start
 from plume.explain import Explanation, explain
+from plume.hf import folder_info
 from plume.inference.scoring import start_tokens
 from plume.inference.sequences import token_ids
 from plume.model.heads import TOKEN_HEADS, Model
@@ -19,7 +20,6 @@ from plume.tasks import Predictor
 from plume.tasks.generate import end_token
 from plume.tasks.schema import Example
 from plume.text import Tokenizer
-from plume.util.files import read_json
 
 LESSON = (
     "A robot must obey the orders given it by human beings except where such orders would conflict with the First Law."
@@ -91,9 +91,7 @@ def section(table: dict[str, Any], name: str) -> dict[str, Any]:
 
 def page_fields(config: ModelConfig, head: str, folder: Path | None, tokenizer: Tokenizer) -> dict[str, Any]:
     """What a page asks of a model: what `pair` holds (empty: nothing), prompts that suit it, the shape of a block."""
-    info: dict[str, Any] = {}
-    if folder is not None and (folder / "plume.json").is_file():
-        info = read_json(folder / "plume.json")
+    info = folder_info(folder)
     task = str(section(info, "task").get("kind", ""))
     heads = {"span": "context", "choose": "choices", "similarity": "pair", "classify": "pair" if task == "pair" else ""}
     prompt = section(section(info, "recipe"), "train").get("sample_prompt")

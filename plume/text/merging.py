@@ -22,29 +22,9 @@ GONE = -2  # the symbol of a place that was joined to the one before it
 NONE = -1  # no pair, or the end of a chain
 
 # One place of the text: its symbol, its neighbours, the pair that starts here, and the chain of that pair's places.
-PLACE = np.dtype(
-    [
-        ("weight", "i8"),
-        ("symbol", "i4"),
-        ("after", "i4"),
-        ("before", "i4"),
-        ("pair", "i4"),
-        ("next", "i4"),
-        ("last", "i4"),
-    ]
-)
+PLACE = np.dtype([("weight", "i8"), *((n, "i4") for n in ("symbol", "after", "before", "pair", "next", "last"))])
 # One pair of symbols: its count in the text, its first place, and the chains of pairs with the same part.
-PAIR = np.dtype(
-    [
-        ("count", "i8"),
-        ("left", "i4"),
-        ("right", "i4"),
-        ("head", "i4"),
-        ("same_left", "i4"),
-        ("same_right", "i4"),
-        ("_", "i4"),
-    ]
-)
+PAIR = np.dtype([("count", "i8"), *((n, "i4") for n in ("left", "right", "head", "same_left", "same_right", "_"))])
 PAIR_TYPE: Any = numba.from_dtype(PAIR)
 SYMBOL = np.dtype([("count", "i8"), ("as_left", "i4"), ("as_right", "i4")])
 Records = Any  # an array of these; numba reads their fields as attributes

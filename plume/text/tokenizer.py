@@ -43,12 +43,13 @@ class Tokenizer:
 
     def __init__(self, definition: Definition, ends: Sequence[int] | None = None) -> None:
         self.definition = definition
-        end = definition.roles.get("end")
-        # the tokens that end a generation; a model folder may name others than the tokenizer's end token
-        self.ends: tuple[int, ...] = tuple(ends) if ends is not None else () if end is None else (end,)
         self.kind: Kind = definition.kind
         self.vocab_size = len(definition.tokens)
         self.specials: dict[str, int] = dict(definition.roles)
+        self.start, self.end, self.pad, self.mask = map(self.specials.get, ("start", "end", "pad", "mask"))
+        self.unknown, self.separator, self.classify = map(self.specials.get, ("unknown", "separator", "classify"))
+        # the tokens that end a generation; a model folder may name others than the tokenizer's end token
+        self.ends: tuple[int, ...] = tuple(ends) if ends is not None else () if self.end is None else (self.end,)
         self._special_ids = {s.text: i for i, s in definition.added.items()}
 
     def __repr__(self) -> str:
@@ -71,34 +72,6 @@ class Tokenizer:
     def words(self) -> Words | None:
         """What cuts the text into words, for GPT-1's kind: spaCy as the original, or BERT's plain rules."""
         return self.definition.words
-
-    @property
-    def start(self) -> int | None:
-        return self.specials.get("start")
-
-    @property
-    def end(self) -> int | None:
-        return self.specials.get("end")
-
-    @property
-    def pad(self) -> int | None:
-        return self.specials.get("pad")
-
-    @property
-    def mask(self) -> int | None:
-        return self.specials.get("mask")
-
-    @property
-    def unknown(self) -> int | None:
-        return self.specials.get("unknown")
-
-    @property
-    def separator(self) -> int | None:
-        return self.specials.get("separator")
-
-    @property
-    def classify(self) -> int | None:
-        return self.specials.get("classify")
 
     @property
     def special_ids(self) -> dict[str, int]:

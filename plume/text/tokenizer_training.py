@@ -33,6 +33,7 @@ OWN_SPECIALS: dict[str, Layout] = {
 POSITIONED = 1 << 21  # above every code point: marks a letter that GPT-1 or WordPiece spells by its place in the word
 Counted = tuple[str, int]
 BLOCK_CHARACTERS = 1 << 22  # of text counted at once
+SAMPLED_CHARACTERS = 1 << 16  # of a long text that are drawn together, so that a megabyte has several
 ENTRY_BYTES = 120  # what a word costs in a dict of counts, beside its letters
 MOST_RUNS = 32  # files open at once while merging
 NOT_PLAIN = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".html", ".htm", ".warc", ".wet", ".gz", ".zst")
@@ -89,14 +90,17 @@ def train_command(files: Sequence[Path], out: Path, config: TokenizerConfig) -> 
     return tokenizer
 
 
-def sampled(texts: Iterable[str], share: float, seed: int) -> Iterator[str]:
-    """A share of texts of about equal size, evenly spaced from a random start; all of them from a share of 1 on."""
+def sampled(texts: Iterable[str], share: float, seed: int | str) -> Iterator[str]:
+    """A share of texts, long ones in parts, evenly spaced from a random start; all of them from a share of 1 on."""
+    if share >= 1:
+        yield from texts
+        return
     taken = random.Random(seed).random()
-    for text in texts:
-        taken += min(share, 1.0)
+    for part in (part for text in texts for part in cut(text, SAMPLED_CHARACTERS)):
+        taken += share
         if taken >= 1:
             taken -= 1
-            yield text
+            yield part
 
 
 def read_blocks(file: Path) -> Iterator[str]:

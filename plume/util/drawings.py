@@ -61,7 +61,7 @@ def picture(values: Array, *, size: int = 0, label: str = "") -> str:
     """A vector as a strip, a matrix as a grid: one pixel a number. Orange is negative, blue is positive."""
     matrix = np.atleast_2d(np.nan_to_num(values.astype(np.float64), posinf=0, neginf=0))
     if values.ndim == 1 and values.size > STRIP:
-        matrix = np.pad(values, (0, -values.size % STRIP)).reshape(-1, STRIP)
+        matrix = np.pad(matrix[0], (0, -values.size % STRIP)).reshape(-1, STRIP)
     share = matrix / max(float(np.abs(matrix).max()), 1e-9)
     ends = np.where(share[..., None] < 0, np.array(ORANGE), np.array(BLUE if (matrix < 0).any() else INK))
     mixed = np.array(PAPER) + np.abs(share)[..., None] * (ends - np.array(PAPER))  # (rows, columns, 3)

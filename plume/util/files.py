@@ -7,8 +7,9 @@ import io
 import json
 import os
 import shutil
+import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +20,7 @@ WIDE_FONTS = (  # with Chinese, Japanese and Korean letters: of Linux, macOS, Wi
     "Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "WenQuanYi Zen Hei",
     "PingFang SC", "Hiragino Sans GB", "Arial Unicode MS", "Microsoft YaHei", "SimHei",
 )  # fmt: skip
+SWAPPING = threading.Lock()  # a folder changes its place in two steps
 
 
 @contextmanager
@@ -38,17 +40,21 @@ def room_on_disk(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def aside(path: Path) -> Iterator[Path]:
-    """A hidden name to write a file or a folder under; it takes its place, whatever was there, when it is complete."""
+def aside(path: Path, keep: Callable[[str], bool] = lambda name: False) -> Iterator[Path]:
+    """A hidden name to write a file or a folder under; it takes its place, whatever was there, when it is complete.
+
+    What a folder held before under names to `keep` stays in it.
+    """
     if not path.name:
         raise UserError(f"{path} has no name that could be written to; name a file, or a folder below it")
-    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+    hidden = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     remove(hidden)
     try:
         with room_on_disk(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             yield hidden
-            swap_in(hidden, path)
+            with SWAPPING:
+                swap_in(hidden, path, keep)
     finally:
         remove(hidden)
 
@@ -62,7 +68,7 @@ def stream_aside(path: Path) -> Iterator[BinaryIO]:
         os.fsync(stream.fileno())
 
 
-def swap_in(new: Path, place: Path) -> None:
+def swap_in(new: Path, place: Path, keep: Callable[[str], bool]) -> None:
     """Rename; a folder, which cannot be renamed over another, makes the old one step away first.
 
     A file never takes the place of a folder, which may hold anything.
@@ -72,9 +78,11 @@ def swap_in(new: Path, place: Path) -> None:
     if not place.is_dir():
         new.replace(place)
         return
-    old = place.with_name(f".{place.name}.{os.getpid()}.old")
+    old = new.with_name(f"{new.name}.old")
     place.rename(old)
     new.rename(place)
+    for kept in filter(lambda path: keep(path.name), old.iterdir()):
+        kept.rename(place / kept.name)
     remove(old)
 
 

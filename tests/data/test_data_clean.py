@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plume.config import CleanConfig, DataConfig, TokenizerConfig, UserError
-from plume.data import Document, prepare
+from plume.data import Document, prepare, read_documents
 from plume.data.clean import (
     Cleaner,
     DuplicateFinder,
@@ -30,6 +30,12 @@ PROSE = "The owl is a bird that hunts at night, and it was known for this to all
 
 def reason(text="some text that is long enough", url=None, score=None, **clean):
     return Cleaner(CleanConfig(**clean)).reason(Document(text, "here", url, score))
+
+
+def test_a_score_that_is_no_number_is_none(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "score": NaN}\n{"text": "two", "score": 5}\n')
+    config = DataConfig(paths=(str(tmp_path / "a.jsonl"),), folder=tmp_path / "out")
+    assert [document.score for document in read_documents(config)] == [None, 5]
 
 
 def test_each_rule_says_why():

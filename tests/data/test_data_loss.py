@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memory import begin_peak, kilobytes
 
 from plume.config import DataConfig, TokenizerConfig
-from plume.data import Tally, open_shards, plaintext, prepare, read_documents
+from plume.data import Tally, open_shards, plaintext, prepare, read_documents, read_rows
 from plume.data.documents import read_piece
 from plume.data.sources import WorkUnit, cut_file, plan_pieces
 from plume.text import load_tokenizer
@@ -253,6 +253,13 @@ def test_deep_nesting_is_dropped_with_a_reason(tmp_path):
     assert [d.text for d in read_documents(config(tmp_path), tally)] == ["before", "one", "two"]
     assert tally.counts == {"nested too deeply from here on": 1, "nested too deeply": 1}
     assert tally.bytes["nested too deeply"] == len(deep) + 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_number_with_thousands_of_digits_costs_no_row(tmp_path, name):
+    (tmp_path / name).write_text('{"text": "one", "id": ' + "7" * 5000 + '}\n{"text": "two", "id": 3}\n')
+    assert [d.text for d in read_documents(config(tmp_path / name))] == ["one", "two"]
+    assert [row["id"] for _, row in read_rows(tmp_path / name)] == [float("inf"), 3]
 
 
 def test_long_lines_and_pages_are_counted_in_bounded_memory(tmp_path, monkeypatch):

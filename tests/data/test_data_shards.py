@@ -19,7 +19,7 @@ from plume.data.clean import find_duplicates, sorted_keys
 from plume.data.prepare import keyed_folder, reuse, sample_pieces
 from plume.data.shards import CHUNK, read_manifest
 from plume.data.sources import FilePart, WorkUnit, plan_pieces
-from plume.text import load_tokenizer, train_tokenizer
+from plume.text import load_tokenizer, train_command, train_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks are not part of the package
 from benchmarks import sizes
@@ -255,6 +255,17 @@ def test_a_sample_has_its_size_and_seed(tmp_path, rows):
         prepare(settings(rows, folder=folder, tokenizer=tokenizer))
         hashes.append(load_tokenizer(folder / "tokenizer").hash)
     assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_long_document_is_sampled_too(tmp_path, seed):
+    """Also of a script with three bytes for a character, whose one block is more than the sample."""
+    book = tmp_path / "book.txt"
+    book.write_text("".join(f"第{n}章。你好，世界。\n" for n in range(80_000)))
+    config = TokenizerConfig(vocab_size=300, sample_mb=1, seed=seed)
+    prepare(settings(book, folder=tmp_path / "out", tokenizer=config))
+    for tokenizer in (load_tokenizer(tmp_path / "out" / "tokenizer"), train_command([book], tmp_path / "own", config)):
+        assert tokenizer.vocab_size == 300
 
 
 @pytest.mark.parametrize("workers", [1, 2])

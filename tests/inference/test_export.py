@@ -201,6 +201,13 @@ def test_where_an_export_goes(tmp_path, monkeypatch):
     assert ExportConfig(model="openai-community/gpt2", precision="int8").path == Path("model-int8.gguf")
 
 
+def test_a_file_is_named_like_its_format():
+    for out, kind in (("model.onnx", "gguf"), ("model.GGUF", "onnx")):
+        with pytest.raises(UserError, match=f"out={out} is named like another format than format={kind}"):
+            ExportConfig(model="plume-en", format=kind, out=Path(out))
+    assert ExportConfig(model="plume-en", out=Path("model.bin")).path == Path("model.bin")
+
+
 def test_a_file_that_disagrees_is_removed(trained_folder, tmp_path, monkeypatch):
     from plume.inference import export as module
 

@@ -1,11 +1,13 @@
 """The generator: stops, streams, samples, context policies, healing, guessing ahead, reuse, and clear refusals."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 
+import plume
 from plume.config import EngineConfig, SamplingConfig, UserError
 from plume.inference.batcher import Batcher
 from plume.inference.sampler import choose_rows
@@ -370,6 +372,16 @@ def test_suggestions_are_words(trained_folder):
     lm.close()
 
 
+def test_suggestions_after_a_space_or_a_sentence():
+    """The space belongs to the word that comes, a full stop does not, and an end token is no word."""
+    lm = plume.load("plume-en", threads=1)
+    likely = tuple(candidate.text.strip() for candidate in lm.next_tokens("I went to the", k=10))
+    assert all(word.startswith(likely) for word in lm.suggest("I went to the ", n=5))
+    assert all(word[:1] == " " and word[1:].isalpha() for word in lm.suggest("This is the end.", n=5))
+    assert not any("<" in word for word in lm.suggest("The end.\n\n", n=200))
+    lm.close()
+
+
 def test_embeddings_do_not_depend_on_padding(lm):
     texts = ["hello", "the longer text of the two", "x"]
     together = lm.embed(texts)
@@ -385,7 +397,9 @@ def test_embeddings_do_not_depend_on_padding(lm):
     ("call", "words"),
     [
         (lambda lm: lm.generate(""), "the prompt is empty"),
-        (lambda lm: lm.generate([]), "the prompt is empty"),
+        (lambda lm: lm.generate("a", max_new_tokens=10.5), "max_new_tokens=10.5 must be a whole number"),
+        (lambda lm: lm.generate("a", seed=1.5, n=2.0), "n=2.0 must be a whole number; seed=1.5 must be"),
+        (lambda lm: lm.generate("a", logit_bias={5: math.nan}), "logit_bias=.* must hold numbers"),
         (lambda lm: lm.generate([5, 266]), "token id 266"),
         (lambda lm: lm.generate([-1]), "token id -1"),
         (lambda lm: lm.generate("a", logit_bias={999: 1.0}), "id 999"),

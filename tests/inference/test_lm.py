@@ -6,12 +6,14 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pandas
 import pytest
 import torch
 
 import plume
 from plume.cli.generate_command import run_batch
 from plume.config import EngineConfig, SamplingConfig, UserError
+from plume.hf import EmbeddingConfig, read_embedding, save_model
 from plume.inference import engine_factory
 from plume.inference.scoring import score_text, scorer_for
 from plume.lm import LM, load
@@ -72,6 +74,12 @@ def test_one_text_or_a_list(lm):
     assert lm.suggest(some) == [lm.suggest(p) for p in some]
     ids, short = np.array(lm.encode(some[0])), {"seed": 1, "max_new_tokens": 3}
     assert lm.generate(ids, **short) == lm.generate(torch.tensor(ids), **short) == lm.generate(some[0], **short)
+    assert lm.generate([]) == lm.score([]) == lm.next_tokens(()) == [] and lm.embed(()).shape == (0, lm.config.width)
+    column = np.array(some)  # as a column of a table
+    assert lm.score(column) == lm.score(some) and lm.score(pandas.Series(some, index=[7, 8, 9])) == lm.score(some)
+    assert lm.generate(np.stack([ids, ids]), **short) == [lm.generate(some[0], **short)] * 2
+    np.testing.assert_array_equal(lm.embed(column), lm.embed(some))
+    assert lm.generate(some[0], stop=None, stop_tokens=None, **short) == lm.generate(some[0], **short)
     assert lm.embed([]).shape == (0, lm.config.width) and lm.embed([], layers=[0, 1]).shape == (0, 2 * lm.config.width)
     explained = lm.explain(some)
     assert [e.tokens for e in explained] == [lm.explain(p).tokens for p in some]
@@ -244,3 +252,25 @@ def test_every_prompt_of_a_file_has_its_own_seed(trained_folder, tmp_path, capsy
         assert row["text"] == alone.text
     assert len(run_batch(lm, ["a", None], SamplingConfig(max_new_tokens=2))) == 2
     lm.close()
+
+
+def test_ids_of_rows_that_only_pad_the_table(open_lm):
+    lm = open_lm(vocab_size=272)  # the tokenizer has 266
+    with pytest.raises(UserError, match="token id 270 is outside the vocabulary"):
+        lm.score([5, 270])
+
+
+def test_a_context_of_one_token(open_lm):
+    lm = open_lm(context=1)
+    written = lm.generate("hello there", max_new_tokens=4, overflow="slide", temperature=0)
+    assert len(written.tokens) == 4
+    assert [t.id for t in lm.score("hello there").tokens] == lm.encode("hello there")
+
+
+def test_a_saved_folder_of_sentence_transformers_gives_the_same_vectors(tokenizer, random_model, tmp_path):
+    settings = EmbeddingConfig("max", True, 5)
+    folder = save_model(random_model(), tmp_path / "a", tokenizer=tokenizer, embedding=settings)
+    lm = load(folder)
+    again = load(lm.save(tmp_path / "b"))
+    np.testing.assert_array_equal(again.embed(PROMPTS), lm.embed(PROMPTS))
+    assert read_embedding(again.folder) == settings

@@ -57,6 +57,8 @@ def test_what_cannot_be_filled_is_said(masked):
         lm.fill_mask("[MASK]" + " the" * 40)
     with pytest.raises(UserError, match="k=0 must be at least 1"):
         lm.fill_mask("[MASK]", k=0)
+    with pytest.raises(UserError, match="token id 99999 is outside the vocabulary"):
+        lm.fill_mask([99999, lm.tokenizer.mask])
 
 
 def test_a_long_text_keeps_what_closes_it(masked):
