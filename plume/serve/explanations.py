@@ -18,6 +18,8 @@ from plume.explain.forward_pass import PER_POSITION, as_floats
 from plume.model.heads import TOKEN_HEADS
 from plume.serve import schemas
 from plume.serve.served_models import Served
+from plume.tasks import saved_kind
+from plume.tasks.multilabel import MultiLabelTask
 
 THUMBNAIL = 24  # cells along one side of a head's small picture
 LISTED = 10  # answers shown before and after an intervention
@@ -257,6 +259,8 @@ def answers(view: View) -> list[dict[str, Any]]:
         logits = label_logits(view)
         names = [answer_name(seen, i) for i in range(len(logits))]
     chances = logits.softmax(0) if len(logits) > 1 else torch.full((1,), torch.nan)
+    if saved_kind(view.served.lm.folder) == MultiLabelTask.name:
+        chances = logits.sigmoid()
     return [
         {"name": name, "logit": as_json(float(logit)), "probability": as_json(float(p))}
         for name, logit, p in zip(names, logits, chances, strict=True)

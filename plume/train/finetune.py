@@ -318,7 +318,7 @@ def seed_result(
         best_step=outcome.step if outcome.best_step is None else outcome.best_step,
         steps=outcome.step,
         seconds=outcome.seconds,
-        failed=not metrics.is_better(plan.metric, found[plan.metric], metric.baseline(plan.metric)),
+        failed=not metrics.as_loss(plan.metric, found[plan.metric] - metric.baseline(plan.metric)) < 0,
         history=history,
         training=training_fit(plan, model),
     )
@@ -456,7 +456,7 @@ def finish(plan: FinetunePlan, result: FinetuneResult, device: torch.device) -> 
         plan.kind.settings = settings
     validation = predicted(plan, model, data.validation, folder / "predictions.jsonl")
     test = predicted(plan, model, data.test, folder / "test_predictions.jsonl") if data.test else None
-    if not all(e.label is not None for e in data.test):
+    if not any(plan.kind.measurable(e) for e in data.test):
         test = None
     metric = evaluate(plan.kind, data.validation, validation)
     result = replace(

@@ -1,6 +1,7 @@
 """Any number of labels per text: rows, loss, metrics and baseline against torch and scikit-learn, and a whole run."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,12 +10,17 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from test_losses import model_for, task
-from tiny import random_base
+from tiny import config_of, random_base, tokenizer_of
 
 import plume
-from plume.config import FinetuneConfig, TaskConfig, UserError
+from plume.config import FinetuneConfig, ServeConfig, TaskConfig, UserError
+from plume.hf import save_model
+from plume.model.heads import Model
+from plume.serve.explanations import explain
+from plume.serve.schemas import ExplainRequest
+from plume.serve.served_models import Origin, Served
 from plume.tasks.multilabel import MultiLabelMetric
-from plume.tasks.schema import Example
+from plume.tasks.schema import Example, TaskSettings
 from plume.tasks.task_data import load_task
 
 LABELS = ("bad", "film", "good")
@@ -87,3 +93,19 @@ def test_a_whole_run_with_thresholds(tmp_path):
     assert saved["kind"] == "multilabel" and len(saved["thresholds"]) == 3
     with pytest.raises(UserError, match=r"any number of labels; use lm.predict"):
         lm.classify(["dull film"])
+
+
+def test_the_explorer_shows_a_probability_of_each_label(tmp_path):
+    """They are sigmoids, as in a prediction, and do not add up to 1."""
+    tokenizer, settings = tokenizer_of("bert"), TaskSettings(kind="multilabel", labels=LABELS, length=32)
+    torch.manual_seed(0)
+    model = Model(config_of("bert"), "classify", LABELS).eval()
+    save_model(model, tmp_path / "m", tokenizer=tokenizer, info={"task": asdict(settings)})
+    lm = plume.load(tmp_path / "m")
+    (found,) = lm.predict([{"text": "a fine film"}])
+    served = Served("m", Origin(str(tmp_path / "m")), lm, ServeConfig(models=(str(tmp_path / "m"),)))
+    try:
+        shown = explain(served, ExplainRequest(model="m", input="a fine film", view="labels"))["answers"]
+    finally:
+        served.close()
+    assert {row["name"]: row["probability"] for row in shown} == pytest.approx(found.scores, abs=1e-5)
