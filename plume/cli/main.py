@@ -98,7 +98,6 @@ def pretrain(words: Words, flags: Flags) -> None:
 
 def finetune(words: Words, flags: Flags) -> None:
     wanted = settings(config.FinetuneConfig, words, "model")
-    from plume.hf import read_config
     from plume.tasks import how_to_ask
     from plume.train.finetune import finetune as run
     from plume.train.finetune_report import describe_scores
@@ -111,9 +110,7 @@ def finetune(words: Words, flags: Flags) -> None:
     else:
         tell(describe_scores(result))
         tell(f"wrote {wanted.folder / 'report.md'} and {result.model}")
-        kept = read_config(result.model)
-        two_stacks = kept.model.decoder_layers > 0
-        tell(how_to_ask(kept.head, str(wanted.folder), two_stacks=two_stacks, task=result.kind))
+        tell(how_to_ask("", str(wanted.folder), task=result.kind))
 
 
 def distill(words: Words, flags: Flags) -> None:

@@ -67,10 +67,10 @@ def saved_kind(folder: Path | None) -> str | None:
     return None if settings is None else settings.kind
 
 
-def how_to_ask(head: str, place: str, *, two_stacks: bool = False, task: str | None = None) -> str:
-    """How to use a model in Python and over HTTP; `task` is the kind that it was fine-tuned for."""
+def how_to_ask(head: str, place: str, *, encoder_decoder: bool = False, task: str | None = None) -> str:
+    """How to use a model in Python and over HTTP; `task`, the kind that it was fine-tuned for, says it all."""
     kind = kind_for_head(head) if task is None else kind_named(task)
-    call = CALLS[head] if kind is None or (head in CALLS and task is None and not two_stacks) else kind.call
+    call = CALLS[head] if kind is None or (head in CALLS and task is None and not encoder_decoder) else kind.call
     return f"use it in Python: plume.load({place!r}).{call}, or over HTTP: plume serve {shlex.quote(place)}"
 
 

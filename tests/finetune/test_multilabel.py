@@ -24,6 +24,7 @@ from plume.tasks.schema import Example, TaskSettings
 from plume.tasks.task_data import load_task
 
 LABELS = ("bad", "film", "good")
+VIEWS = ("labels", "cause")
 
 
 def write(path, count):
@@ -105,7 +106,9 @@ def test_the_explorer_shows_a_probability_of_each_label(tmp_path):
     (found,) = lm.predict([{"text": "a fine film"}])
     served = Served("m", Origin(str(tmp_path / "m")), lm, ServeConfig(models=(str(tmp_path / "m"),)))
     try:
-        shown = explain(served, ExplainRequest(model="m", input="a fine film", view="labels"))["answers"]
+        shown, caused = (explain(served, ExplainRequest(model="m", input="a fine film", view=v)) for v in VIEWS)
     finally:
         served.close()
-    assert {row["name"]: row["probability"] for row in shown} == pytest.approx(found.scores, abs=1e-5)
+    assert {row["name"]: row["probability"] for row in shown["answers"]} == pytest.approx(found.scores, abs=1e-5)
+    assert {row["name"]: row["before"] for row in caused["rows"]} == pytest.approx(found.scores, abs=1e-5)
+    assert caused["divergence"] is None  # several probabilities are no distribution
