@@ -380,9 +380,9 @@ def own_task(path: Path, fields: dict[str, str]) -> EvalTask:
 
 def renamed(path: Path, fields: dict[str, str]) -> Iterator[TaskRow]:
     """Rows whose fields the user calls otherwise, under our names."""
-    theirs = {their: our for our, their in fields.items()}
     for row in table(path):
-        yield TaskRow({theirs.get(name, name): value for name, value in row.items()}, row.where)
+        named = {ours: row[theirs] for ours, theirs in fields.items() if theirs in row}
+        yield TaskRow({name: value for name, value in row.items() if name not in fields} | named, row.where)
 
 
 # ---- finding the rows --------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def _texts(side: tuple[Part, ...], values: Mapping[str, Any]) -> list[str]:
             )
         text = part.words if part.field is None else str(values[part.field])
         texts.append(f" {text}" if texts else text)
-    return texts
+    return texts if texts else [""]
 
 
 def shares(lengths: Sequence[int], limit: int) -> list[int]:

@@ -333,3 +333,10 @@ def test_packed_texts_and_byte_order_marks(trained_folder, tmp_path):
     report = run(trained_folder, *(str(tmp_path / name) for name in ("plain.txt", "packed.txt.gz", "marked.txt")))
     first, *others = (task.first.metrics for task in report.tasks)
     assert all(other == first for other in others)
+
+
+def test_a_named_field_is_taken_where_another_has_our_name(tmp_path):
+    rows = [{"story": "It ate", "choices": ["milk", "hay"], "answer": 0, "context": "of no use"}]
+    task = find_task(str(write_rows(tmp_path / "mine.jsonl", rows)), {"context": "story"})
+    (row,) = task.read(task.path)
+    assert row == {"context": "It ate", "story": "It ate", "choices": ["milk", "hay"], "answer": 0}

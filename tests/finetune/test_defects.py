@@ -17,7 +17,7 @@ from plume.tasks.embed import ContrastRows
 from plume.tasks.schema import Example
 from plume.tasks.task_data import load_task, split
 from plume.tasks.task_kind import TaskOptions
-from plume.tasks.token_rows import LabelledRows, TokenRow, ValidationSample
+from plume.tasks.token_rows import LabelledRows, Template, TokenRow, ValidationSample
 from plume.train.finetune import TaskObjective
 
 
@@ -366,3 +366,12 @@ def test_labels_that_a_kind_does_not_have_are_refused(place, fields):
         plume.finetune(
             model=place / "bert", train=jsonl(place / "c.jsonl", rows), folder=place / "no", **fields, **QUICK
         )
+
+
+def test_a_template_of_a_question_that_a_row_lacks():
+    template = Template(tokenizer_of("bert"), ("{question} | {choice}",), length=32)
+    fields = {"context": "a fine film", "choices": ["yes", "no"]}
+    asked, other = (
+        [len(r.tokens) for r in template.rows([Example(f, 0, "")])[0]] for f in (fields | {"question": "who"}, fields)
+    )
+    assert len(other) == 2 and all(a > b for a, b in zip(asked, other, strict=True))

@@ -16,8 +16,9 @@ import plume
 from plume.config import FinetuneConfig, ServeConfig, TaskConfig, UserError
 from plume.hf import save_model
 from plume.model.heads import Model
+from plume.serve.analysis import predict
 from plume.serve.explanations import explain
-from plume.serve.schemas import ExplainRequest
+from plume.serve.schemas import ExplainRequest, PredictRequest
 from plume.serve.served_models import Origin, Served
 from plume.tasks.multilabel import MultiLabelMetric
 from plume.tasks.schema import Example, TaskSettings
@@ -107,8 +108,11 @@ def test_the_explorer_shows_a_probability_of_each_label(tmp_path):
     served = Served("m", Origin(str(tmp_path / "m")), lm, ServeConfig(models=(str(tmp_path / "m"),)))
     try:
         shown, caused = (explain(served, ExplainRequest(model="m", input="a fine film", view=v)) for v in VIEWS)
+        row = {"text": "a fine film", "label": 0, "id": None}  # as it stands in a data set
+        predicted = predict(served, PredictRequest(model="m", input=[row]))["data"][0]["scores"]
     finally:
         served.close()
     assert {row["name"]: row["probability"] for row in shown["answers"]} == pytest.approx(found.scores, abs=1e-5)
     assert {row["name"]: row["before"] for row in caused["rows"]} == pytest.approx(found.scores, abs=1e-5)
+    assert predicted == pytest.approx(found.scores, abs=1e-5)
     assert caused["divergence"] is None  # several probabilities are no distribution
