@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, partial
+from io import TextIOWrapper
 from itertools import starmap
 from pathlib import Path
 from random import Random
@@ -40,7 +41,7 @@ def table(path: Path, columns: tuple[str, ...] | None = None) -> Iterator[TaskRo
 def whole(path: Path) -> Iterator[TaskRow]:
     """The file as one text."""
     with open_bytes(path) as stream:
-        yield TaskRow({"text": stream.read().decode("utf-8-sig")}, str(path))
+        yield TaskRow({"text": TextIOWrapper(stream, encoding="utf-8-sig").read()}, str(path))
 
 
 def last_bytes(path: Path, count: int) -> Iterator[TaskRow]:

@@ -68,7 +68,7 @@ def saved_kind(folder: Path | None) -> str | None:
 
 
 def how_to_ask(head: str, place: str, *, encoder_decoder: bool = False, task: str | None = None) -> str:
-    """How to use a model in Python and over HTTP; `task`, the kind that it was fine-tuned for, says it all."""
+    """How to use a model in Python and over HTTP; `task`: what it was fine-tuned for; `head` does not matter then."""
     kind = kind_for_head(head) if task is None else kind_named(task)
     call = CALLS[head] if kind is None or (head in CALLS and task is None and not encoder_decoder) else kind.call
     return f"use it in Python: plume.load({place!r}).{call}, or over HTTP: plume serve {shlex.quote(place)}"

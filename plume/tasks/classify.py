@@ -46,12 +46,8 @@ class ClassifyTask(TaskKind):
     fields_by_content: ClassVar[tuple[str, ...]] = ("text", "label")
     auxiliary_weight = 0.5
     uses: ClassVar[tuple[str, ...]] = (
-        "class_weights",
-        "label_smoothing",
-        "tune_threshold",
-        "template",
-        "labels",
-        "target",
+        *("class_weights", "label_smoothing", "tune_threshold"),
+        *("template", "labels", "target"),
     )
     one_label: ClassVar[bool] = True  # of a row
     passes: ClassVar[tuple[str, ...]] = ("{text}",)

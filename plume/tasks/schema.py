@@ -39,8 +39,8 @@ class TaskSettings:
     threshold: float | None = None  # probability from which the second of two labels is predicted
     thresholds: tuple[float, ...] = ()  # of each label, where a text has any number of them; unset: 0.5
     null_threshold: float | None = None  # margin of no answer over the best one; unset: always answer
-    columns: Mapping[str, str] = field(default_factory=dict)  # field = column of the training rows, and how they
-    header: tuple[str, ...] = ()  # are read: other labelled files of the task look like them
+    columns: Mapping[str, str] = field(default_factory=dict)  # of the training rows, by field
+    header: tuple[str, ...] = ()  # of their file, if it has none
     encoding: str = "utf-8"
 
     @classmethod
