@@ -217,14 +217,14 @@ class LM:
             yield piece
 
     def _check_generates(self) -> None:
-        two_stacks = self.config.decoder_layers > 0
-        if self.head == "next-token" and not two_stacks:
+        encoder_decoder = self.config.decoder_layers > 0
+        if self.head == "next-token" and not encoder_decoder:
             return
         from plume.tasks import how_to_ask, saved_kind  # and with it torch
 
         place = "MODEL" if self.folder is None else str(self.folder)
-        use = how_to_ask(self.head, place, two_stacks=two_stacks, task=saved_kind(self.folder))
-        what = "is an encoder-decoder" if two_stacks else f"has a {self.head} head and does not write text"
+        use = how_to_ask(self.head, place, encoder_decoder=encoder_decoder, task=saved_kind(self.folder))
+        what = "is an encoder-decoder" if encoder_decoder else f"has a {self.head} head and does not write text"
         raise UserError(f"this model {what}; {use}")
 
     @overload

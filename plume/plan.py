@@ -114,19 +114,32 @@ def plan_fields(name: str) -> dict[str, Any]:
     if not Path(name).exists() and (hint := did_you_mean(name, PRESETS)):
         raise UserError(f"there is no preset, recipe or run folder {name!r}{hint}")
     table, origin = find_recipe(name)
+    for key, other in (("task", "fine-tuning"), ("teacher", "distillation")):
+        if key in table:
+            raise UserError(f"{origin} is the recipe of a {other}; a plan is of a preset or of a pretraining")
     recipe = build(PretrainConfig, table, origin=origin)
     length = recipe.model.context if recipe.objective.length is None else recipe.objective.length
     micro = min(recipe.train.batch, 8) if recipe.train.micro_batch is None else recipe.train.micro_batch
     return {
         "name": name,
         "model": asdict(recipe.model),
-        "tokens": recipe.train.steps * recipe.train.batch * length,
+        "tokens": tokens_of(recipe, length),
         "micro_batch": micro,
         "length": length,
         "tensor_parallel": recipe.train.tensor_parallel,
         "activation_checkpointing": recipe.train.activation_checkpointing,
         "precision": recipe.train.precision,
     }
+
+
+def tokens_of(recipe: PretrainConfig, length: int) -> int:
+    """Of all steps: batches may grow, and the first ones may be shorter."""
+    from plume.train.optim import rows_before
+
+    objective, train = recipe.objective, recipe.train
+    short = rows_before(round(objective.short_fraction * train.steps), train)  # rows, if any are
+    less = 0 if objective.short_length is None else length - objective.short_length
+    return rows_before(train.steps, train) * length - short * less
 
 
 def tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:

@@ -399,3 +399,11 @@ def test_a_home_that_cannot_be_written_to(home, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / home))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert places.user_cache() == tmp_path / f"plume-{os.getuid()}"
+
+
+def test_a_long_path_stays_whole_in_a_pipe(capsys, tmp_path):
+    """A script takes it from the output; at 80 columns it would be broken over two lines."""
+    out = tmp_path / ("a-long-name-" * 10) / "with [b]brackets[/b]"
+    (tmp_path / "a.txt").write_text("a text of a few words, and some more of them. " * 40)
+    assert main(["tokenizer", "train", str(tmp_path / "a.txt"), "--out", str(out), "--vocab-size", "300"]) == 0
+    assert str(out) in capsys.readouterr().out

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from plume.cli.main import main
-from plume.config import PRESETS, PlanConfig, UserError, preset
+from plume.config import PRESETS, PlanConfig, PretrainConfig, UserError, build, preset
 from plume.model.heads import Model
-from plume.plan import HARDWARE, activation_floats, human_bytes, human_time, plan, plan_ranks
+from plume.plan import HARDWARE, activation_floats, human_bytes, human_time, plan, plan_fields, plan_ranks
 from plume.util.run_folder import write_recipe
 
 
@@ -219,3 +219,29 @@ def test_hardware_of_ones_own():
     assert unnamed.seconds["A100 80GB"] == pytest.approx(whole.seconds["A100 80GB"])
     with pytest.raises(UserError, match=r"'8 x A100 80GB' is not known as one device; .*--tflops and --memory-gb"):
         planned(ranks=8, hardware="8 x A100 80GB")
+
+
+def test_options_may_stand_before_the_name(capsys):
+    found = []
+    for words in (["--tokens", "5000", "gpt2-laptop", "--json"], ["gpt2-laptop", "--tokens", "5000", "--json"]):
+        assert main(["plan", *words]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["tokens"] == 5000 and found[0]["parameters"] == found[1]["parameters"]
+
+
+def test_tokens_of_a_recipe_are_those_its_batches_have():
+    """BERT's short sequences and GPT-3's growing batches, counted step by step."""
+    from plume.plan import tokens_of
+    from plume.train.optim import batch_rows
+
+    train = {"steps": 100, "batch": 24, "batch_start": 4, "batch_ramp_steps": 30}
+    for objective, model in (({}, "gpt2"), ({"short_length": 32, "short_fraction": 0.9}, "gpt2")):
+        recipe = build(PretrainConfig, {"folder": "f", "model": model, "train": train, "objective": objective})
+        lengths = [objective.get("short_length", 128) if step < 90 else 128 for step in range(100)]
+        assert tokens_of(recipe, 128) == sum(batch_rows(n, recipe.train) * lengths[n] for n in range(100))
+
+
+def test_a_run_that_is_no_pretraining_is_named(tmp_path):
+    write_recipe(tmp_path / "tuned", {"model": "bert", "task": {"train": "a.csv"}, "folder": "tuned"})
+    with pytest.raises(UserError, match="is the recipe of a fine-tuning; a plan is of a preset or of a pretraining"):
+        plan_fields(str(tmp_path / "tuned"))

@@ -121,3 +121,18 @@ def test_the_api_page_runs(tmp_path, monkeypatch):
     text = page.read_text(encoding="utf-8")
     calls = {name for name in plume.__all__ if name.islower()} - {"sweep"}
     assert all(f"plume.{name}(" in text for name in calls)
+
+
+def test_paths_where_texts_are_meant(tmp_path):
+    """A path names a model, rows or texts as well as its text does."""
+    from plume.config import DataConfig, FinetuneConfig, build
+
+    config = build(FinetuneConfig, {"model": tmp_path, "task": {"train": tmp_path / "a.csv"}, "folder": str(tmp_path)})
+    assert (config.model, config.task.train, config.folder) == (str(tmp_path), str(tmp_path / "a.csv"), tmp_path)
+    assert build(DataConfig, {"paths": [tmp_path], "folder": tmp_path}).paths == (str(tmp_path),)
+
+
+def test_a_wrong_value_is_not_missing_too():
+    with pytest.raises(plume.UserError) as caught:
+        plume.finetune(model=5, train="a.csv", folder="run")
+    assert "model: input should be a valid string" in str(caught.value) and "missing" not in str(caught.value)

@@ -27,11 +27,11 @@ def plan(words: Words, flags: Flags) -> None:
     from plume.plan import PUBLISHED, plan_fields, plan_ranks, rank_table, table
     from plume.plan import plan as estimate
 
-    leading, _ = config.parse_options(config.PlanConfig, words)
+    leading, overrides = config.parse_options(config.PlanConfig, words)
     starts = [plan_fields(name) for name in leading if name not in PUBLISHED] if leading else [{}]
     found: list[dict[str, Any]] = []
     for start in starts:
-        wanted = settings(config.PlanConfig, words[len(leading) :], start=start)
+        wanted = config.build(config.PlanConfig, config.with_overrides(start, overrides))
         result = estimate(wanted)
         share = plan_ranks(wanted, result) if wanted.ranks > 1 else None
         each = {} if share is None else {"rank": {**dataclasses.asdict(share), "total_bytes": share.total_bytes}}
@@ -41,7 +41,7 @@ def plan(words: Words, flags: Flags) -> None:
     for name, (parameters, what) in ((name, PUBLISHED[name]) for name in leading if name in PUBLISHED):
         found.append({"name": name, "parameters": parameters})
         if "json" not in flags:
-            show(f"{name}: {parameters:,} parameters as published, {what}; Plume does not build it")
+            tell(f"{name}: {parameters:,} parameters as published, {what}; Plume does not build it")
     if "json" in flags:
         print(json.dumps(found if len(found) > 1 else found[0], indent=2))
 
@@ -64,7 +64,7 @@ def verify_data(words: Words, _: Flags) -> None:
     wanted = settings(config.VerifyConfig, words, "folder")
     from plume.data import verify_shards
 
-    show(f"{wanted.folder}: {verify_shards(wanted.folder):,} bytes of shards match their hashes")
+    tell(f"{wanted.folder}: {verify_shards(wanted.folder):,} bytes of shards match their hashes")
 
 
 def train_tokenizer(words: Words, _: Flags) -> None:
@@ -72,7 +72,7 @@ def train_tokenizer(words: Words, _: Flags) -> None:
     from plume import text
 
     trained = text.train_command([Path(file) for file in wanted.files], wanted.out, wanted.tokenizer)
-    show(f"{trained.kind} tokenizer with {trained.vocab_size} tokens in {wanted.out}")
+    tell(f"{trained.kind} tokenizer with {trained.vocab_size} tokens in {wanted.out}")
 
 
 def inspect_tokenizer(words: Words, _: Flags) -> None:
@@ -98,7 +98,6 @@ def pretrain(words: Words, flags: Flags) -> None:
 
 def finetune(words: Words, flags: Flags) -> None:
     wanted = settings(config.FinetuneConfig, words, "model")
-    from plume.hf import read_config
     from plume.tasks import how_to_ask
     from plume.train.finetune import finetune as run
     from plume.train.finetune_report import describe_scores
@@ -111,9 +110,7 @@ def finetune(words: Words, flags: Flags) -> None:
     else:
         tell(describe_scores(result))
         tell(f"wrote {wanted.folder / 'report.md'} and {result.model}")
-        kept = read_config(result.model)
-        two_stacks = kept.model.decoder_layers > 0
-        tell(how_to_ask(kept.head, str(wanted.folder), two_stacks=two_stacks, task=result.kind))
+        tell(how_to_ask("", str(wanted.folder), task=result.kind))
 
 
 def distill(words: Words, flags: Flags) -> None:
@@ -255,7 +252,7 @@ def evaluate(words: Words, flags: Flags) -> None:
 
     show(summary(run(wanted)))
     if wanted.out is not None:
-        show(f"report: {wanted.out / 'report.md'}")
+        tell(f"report: {wanted.out / 'report.md'}")
 
 
 def sweep(words: Words, _: Flags) -> None:
@@ -265,8 +262,8 @@ def sweep(words: Words, _: Flags) -> None:
     found = train_all(wanted)
     for size in found["sizes"]:
         kind, loss = ("loss", size["loss"]) if size["validation"] is None else ("validation loss", size["validation"])
-        show(f"{size['name']}: {size['parameters']:,} parameters, {kind} {loss:.4f}")
-    show(f"report: {wanted.folder / 'report.md'}")
+        tell(f"{size['name']}: {size['parameters']:,} parameters, {kind} {loss:.4f}")
+    tell(f"report: {wanted.folder / 'report.md'}")
 
 
 def reproduce(words: Words, _: Flags) -> None:

@@ -61,8 +61,12 @@ class TaskConfig(Checked):
             yield f"validation_fraction={self.validation_fraction} must lie between 0 and 1, for example 0.1"
         if self.length is not None and self.length < 8:
             yield f"length={self.length} must be at least 8"
-        if self.stride is not None and self.stride < 1:
-            yield f"stride={self.stride} must be at least 1, for example 128"
+        yield from below_one(self, "stride", "question_length")
+        if self.validation is not None and self.validation_fraction != TaskConfig.validation_fraction:
+            yield f"validation_fraction={self.validation_fraction} has no effect with validation={self.validation}"
+        for name in ("validation", "test"):
+            if getattr(self, f"{name}_targets") is not None and getattr(self, name) is None:
+                yield f"{name}_targets needs {name}, the file that it is aligned with"
         yield from unknown_encoding(self.encoding)
 
 

@@ -83,7 +83,7 @@ def _validate(kind: type[T], filled: dict[str, Any]) -> tuple[T | None, list[str
     """The value, or every problem: after wrong types, the rest is checked with defaults in their place."""
     from pydantic import TypeAdapter, ValidationError  # slow to import, so not at the top: --help must be quick
 
-    adapter, problems = TypeAdapter(kind), list[str]()
+    adapter, problems, dropped = TypeAdapter(kind), list[str](), set[Any]()
     for _ in range(2):
         try:
             value = adapter.validate_python(filled)
@@ -91,9 +91,11 @@ def _validate(kind: type[T], filled: dict[str, Any]) -> tuple[T | None, list[str
             found = [dict(e) for e in error.errors()]
         else:
             return (None if problems else value), problems
+        found = [e for e in found if e["type"] != "missing" or e["loc"] not in dropped]
         problems += [sentence for e in found if (sentence := _sentence(e)) not in problems]
         for e in found:
             if e["type"] not in ("missing", "value_error"):
+                dropped.add(e["loc"])
                 filled = _replaced(filled, e["loc"], str(e["type"]).startswith(("int", "float")))
     return None, problems
 
@@ -130,13 +132,20 @@ def _fill(root: type, kind: type, table: Mapping[str, Any], path: str) -> tuple[
             problems += found
         else:
             alone = get_origin(known[name]) is tuple and not isinstance(value, (list, tuple))
-            filled[name] = [value] if alone else value  # one value stands for a list of one
+            filled[name] = plain_paths([value] if alone else value)  # one value stands for a list of one
             if value == "none" and type(None) in get_args(known[name]):  # TOML and the command line have no None
                 filled[name] = None
     for f in fields(kind):  # of a section that is missing, the fields that it needs are named
         if f.default is MISSING and is_dataclass(known[f.name]) and known[f.name] is not ModelConfig:
             filled.setdefault(f.name, {})
     return filled, problems
+
+
+def plain_paths(value: Any) -> Any:
+    """Texts in place of paths, which a field of either kind takes."""
+    if isinstance(value, (list, tuple)):
+        return [plain_paths(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _unknown(root: type, path: str, name: str, value: Any) -> Iterator[str]:

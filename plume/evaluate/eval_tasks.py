@@ -11,15 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, partial
+from io import TextIOWrapper
+from itertools import starmap
 from pathlib import Path
 from random import Random
 from typing import Literal
 
 from plume.config import UserError, at_home, did_you_mean
-from plume.data.tables import read_rows, suffix_of
+from plume.data.tables import open_bytes, read_rows, suffix_of
 from plume.evaluate import formats
 from plume.evaluate.items import Item, LastWord, ScoringProtocol, TaskRow
-from plume.tasks.readers import aligned_rows, coqa_rows, squad_rows
+from plume.tasks.readers import LocatedRow, aligned_rows, coqa_rows, squad_rows
 from plume.util.checkpoint_files import file_hash
 from plume.util.files import lines_of
 from plume.util.hub import hub_is_offline
@@ -38,7 +40,8 @@ def table(path: Path, columns: tuple[str, ...] | None = None) -> Iterator[TaskRo
 
 def whole(path: Path) -> Iterator[TaskRow]:
     """The file as one text."""
-    yield TaskRow({"text": path.read_text(encoding="utf-8")}, str(path))
+    with open_bytes(path) as stream:
+        yield TaskRow({"text": TextIOWrapper(stream, encoding="utf-8-sig").read()}, str(path))
 
 
 def last_bytes(path: Path, count: int) -> Iterator[TaskRow]:
@@ -55,20 +58,10 @@ def lines(path: Path) -> Iterator[TaskRow]:
                 yield TaskRow({"text": line.rstrip("\n")}, f"{path} line {number}")
 
 
-def squad_file(path: Path) -> Iterator[TaskRow]:
-    if suffix_of(path) != ".json":
-        yield from table(path)
-        return
-    for where, row in squad_rows(path):
-        yield TaskRow(row, where)
-
-
-def coqa_file(path: Path) -> Iterator[TaskRow]:
-    if suffix_of(path) != ".json":
-        yield from table(path)
-        return
-    for where, row in coqa_rows(path):
-        yield TaskRow(row, where)
+def json_file(path: Path, rows: Callable[[Path], Iterator[LocatedRow]]) -> Iterator[TaskRow]:
+    """A .json file in the format of its data set; any other table is in the hub's."""
+    located = ((row, where) for where, row in rows(path))
+    yield from starmap(TaskRow, located) if suffix_of(path) == ".json" else table(path)
 
 
 def book_file(path: Path) -> Iterator[TaskRow]:
@@ -333,10 +326,10 @@ BUILT_IN: tuple[EvalTask, ...] = (
     EvalTask("triviaqa", formats.trivia_question, kind="question", metric="exact_match",
          measures=("exact_match", "f1"), hub="mandarjoshi/trivia_qa:rc.nocontext:validation:train"),
     EvalTask("squad", formats.squad, kind="question", metric="f1", measures=("f1", "exact_match"),
-         files=("dev-v1.1.json",), train=("train-v1.1.json",), read=squad_file,
+         files=("dev-v1.1.json",), train=("train-v1.1.json",), read=partial(json_file, rows=squad_rows),
          hub="rajpurkar/squad::validation:train"),
     EvalTask("coqa", formats.coqa, kind="question", metric="f1", measures=("f1", "exact_match"), people=True,
-         read=coqa_file, files=("coqa-dev-v1.0.json",), train=("coqa-train-v1.0.json",),
+         read=partial(json_file, rows=coqa_rows), files=("coqa-dev-v1.0.json",), train=("coqa-train-v1.0.json",),
          hub="EleutherAI/coqa::validation:train"),
     *(
         EvalTask(f"arithmetic-{kind}", arithmetic, kind="word", make=partial(sums, kind))
@@ -388,9 +381,9 @@ def own_task(path: Path, fields: dict[str, str]) -> EvalTask:
 
 def renamed(path: Path, fields: dict[str, str]) -> Iterator[TaskRow]:
     """Rows whose fields the user calls otherwise, under our names."""
-    theirs = {their: our for our, their in fields.items()}
     for row in table(path):
-        yield TaskRow({theirs.get(name, name): value for name, value in row.items()}, row.where)
+        named = {ours: row[theirs] for ours, theirs in fields.items() if theirs in row}
+        yield TaskRow({name: value for name, value in row.items() if name not in fields} | named, row.where)
 
 
 # ---- finding the rows --------------------------------------------------------------------------------------------

@@ -15,15 +15,7 @@ from plume.data.pool import run_on_ray
 from plume.evaluate.report import picture, table
 from plume.util.console import tell
 from plume.util.files import write_json, write_text
-from plume.util.run_folder import (
-    RECIPE,
-    RunInfo,
-    differences_of,
-    read_metrics,
-    read_recipe_of,
-    read_run,
-    token_loss,
-)
+from plume.util.run_folder import RECIPE, RunInfo, differences_of, read_metrics, read_recipe_of, read_run, token_loss
 
 LEAST_SIZES = 3  # that a power law is fitted to
 

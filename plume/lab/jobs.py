@@ -187,10 +187,11 @@ def finetune_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbe
 def evaluate_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbers:
     """Zero-shot or few-shot scores of a model or of one of its checkpoints, task by task."""
     from plume.evaluate import evaluate
+    from plume.hf import openable_steps
 
     recipe = dict(settings["recipe"])
     step = recipe.pop("quarter", None)
-    model = str(needs[0]) if step is None else f"{needs[0]}@{steps_of(needs[0])[step]}"
+    model = str(needs[0]) if step is None else f"{needs[0]}@{openable_steps(needs[0])[step]}"
     files = [str(needs[1] / name) if (needs[1] / name).is_file() else name for name in settings["tasks"]]
     report = evaluate(
         build(EvaluateConfig, {**recipe, "tasks": files, "model": model, "out": str(work), "plots": False})
@@ -202,16 +203,8 @@ def evaluate_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbe
     return {name: float(metric.value) for name, metric in zip(settings["tasks"], values, strict=True)}
 
 
-def steps_of(run: Path) -> list[int]:
-    from plume.hf import openable_steps
-
-    return openable_steps(run)
-
-
 def cut_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbers:
     """A model without its last layers: its output is the hidden states of the layer that is then the last."""
-    from dataclasses import replace
-
     from plume.lm import load
 
     lm = load(needs[0])

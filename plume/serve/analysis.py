@@ -59,8 +59,7 @@ def text_fields(served: Served, ids: list[int]) -> dict[str, Any]:
 
 
 def score(served: Served, body: schemas.ScoreRequest) -> dict[str, Any]:
-    if not served.generates and not served.masks:
-        raise wrong_model(served, "predict tokens")
+    check_model(served, "predict tokens", served.generates or served.masks)
     ids = served.tokens_of(body.input)
     given = None if body.prompt is None else served.tokens_of(body.prompt)
     lm = served.lm if served.generates else served.sliced_lm
@@ -84,8 +83,7 @@ def score(served: Served, body: schemas.ScoreRequest) -> dict[str, Any]:
 
 
 def fill_mask(served: Served, body: schemas.FillMaskRequest) -> dict[str, Any]:
-    if not served.masks:
-        raise wrong_model(served, "fill masks")
+    check_model(served, "fill masks", served.masks)
     lm, ids = served.sliced_lm, served.tokens_of(body.input, special=True)
     places, logits = outputs.mask_logits(lm.inference_model, lm.tokenizer, ids)
     rows = torch.from_numpy(logits)[:, : served.vocabulary]
@@ -154,8 +152,7 @@ def encoded(vector: np.ndarray[Any, Any], form: str | None) -> str | list[float]
 
 
 def classify(served: Served, body: schemas.ClassifyRequest) -> dict[str, Any]:
-    if served.lm.head not in ("classify", "similarity"):
-        raise wrong_model(served, "classify")
+    check_model(served, "classify", served.lm.head in ("classify", "similarity"))
     texts = [body.input] if isinstance(body.input, str) else body.input
     pairs = [body.pair] if isinstance(body.pair, str) else body.pair
     if pairs is not None and len(pairs) != len(texts):
@@ -166,39 +163,34 @@ def classify(served: Served, body: schemas.ClassifyRequest) -> dict[str, Any]:
 
 
 def tag(served: Served, body: schemas.TagRequest) -> dict[str, Any]:
-    if served.lm.head != "tag":
-        raise wrong_model(served, "tag words")
+    check_model(served, "tag words", served.lm.head == "tag")
     (found,) = served.sliced_lm.tag([body.input])
     return {"object": "list", "model": served.name, "data": as_json(found)}
 
 
 def answer(served: Served, body: schemas.AnswerRequest) -> dict[str, Any]:
-    if served.lm.head != "span":
-        raise wrong_model(served, "answer questions")
+    check_model(served, "answer questions", served.lm.head == "span")
     found = served.sliced_lm.answer(question=body.question, context=body.input)
     return {"model": served.name, **as_json(found)}
 
 
 def predict(served: Served, body: schemas.PredictRequest) -> dict[str, Any]:
     """For whatever kind of task the model was fine-tuned."""
-    if saved_settings(served.lm.folder) is None:
-        raise wrong_model(served, "predict: it was not fine-tuned")
+    check_model(served, "predict: it was not fine-tuned", saved_settings(served.lm.folder) is not None)
     found = served.sliced_lm.predict(body.input)
     rows = [{"index": i, "value": one.value, "scores": as_json(one.scores)} for i, one in enumerate(found)]
     return {"object": "list", "model": served.name, "data": rows}
 
 
 def choose(served: Served, body: schemas.ChooseRequest) -> dict[str, Any]:
-    if served.lm.head != "choose":
-        raise wrong_model(served, "choose")
+    check_model(served, "choose", served.lm.head == "choose")
     found = served.sliced_lm.choose(body.input, body.choices, question=body.question)
     return {"model": served.name, **as_json(found)}
 
 
 def next_sentence(served: Served, body: schemas.NextSentenceRequest) -> dict[str, Any]:
     """The probability that one sentence follows the other, of a model that was pretrained to tell."""
-    if served.lm.head != "pretraining":
-        raise wrong_model(served, "predict the next sentence")
+    check_model(served, "predict the next sentence", served.lm.head == "pretraining")
     first, second = served.tokens_of(body.input), served.tokens_of(body.pair)
     served.check_length(served.lm.tokenizer.add_special_tokens(first, second)[0])
     lm = served.sliced_lm
@@ -207,8 +199,7 @@ def next_sentence(served: Served, body: schemas.NextSentenceRequest) -> dict[str
 
 
 def translate(served: Served, body: schemas.TranslateRequest) -> dict[str, Any]:
-    if not served.lm.config.decoder_layers and served.lm.prompts is None:
-        raise wrong_model(served, "translate")
+    check_model(served, "translate", bool(served.lm.config.decoder_layers) or served.lm.prompts is not None)
     texts = [body.input] if isinstance(body.input, str) else body.input
     limit = served.config.max_new_tokens
     if body.max_tokens is not None and len(texts) * body.max_tokens > limit:
@@ -225,7 +216,8 @@ def translate(served: Served, body: schemas.TranslateRequest) -> dict[str, Any]:
     return {"object": "list", "model": served.name, "data": rows}
 
 
-def wrong_model(served: Served, what: str) -> ApiError:
-    return ApiError(
-        400, f"{served.name} has a {served.lm.head} head and does not {what}", param="model", code="wrong_model"
-    )
+def check_model(served: Served, what: str, can: bool) -> None:
+    """Refuse a request that the model's head is not made for."""
+    if not can:
+        message = f"{served.name} has a {served.lm.head} head and does not {what}"
+        raise ApiError(400, message, param="model", code="wrong_model")

@@ -18,6 +18,8 @@ from plume.explain.forward_pass import PER_POSITION, as_floats
 from plume.model.heads import TOKEN_HEADS
 from plume.serve import schemas
 from plume.serve.served_models import Served
+from plume.tasks import saved_kind
+from plume.tasks.multilabel import MultiLabelTask
 
 THUMBNAIL = 24  # cells along one side of a head's small picture
 LISTED = 10  # answers shown before and after an intervention
@@ -256,11 +258,19 @@ def answers(view: View) -> list[dict[str, Any]]:
     else:
         logits = label_logits(view)
         names = [answer_name(seen, i) for i in range(len(logits))]
-    chances = logits.softmax(0) if len(logits) > 1 else torch.full((1,), torch.nan)
+    chances = probabilities(view, logits) if len(logits) > 1 else torch.full((1,), torch.nan)
     return [
         {"name": name, "logit": as_json(float(logit)), "probability": as_json(float(p))}
         for name, logit, p in zip(names, logits, chances, strict=True)
     ]
+
+
+def probabilities(view: View, logits: torch.Tensor) -> torch.Tensor:
+    return logits.sigmoid() if is_multilabel(view) else logits.softmax(0)
+
+
+def is_multilabel(view: View) -> bool:
+    return saved_kind(view.served.lm.folder) == MultiLabelTask.name
 
 
 def label_logits(view: View) -> torch.Tensor:
@@ -309,8 +319,7 @@ def compare(view: View, seen: Explanation, after: Explanation, position: int | N
         everywhere = [x.logits.softmax(0) for x in (seen, after)]
         p, q = everywhere[0][position], everywhere[1][position]
     else:
-        everywhere = [x.softmax(0) for x in (before_logits, after_logits)]
-        p, q = everywhere
+        p, q = everywhere = [probabilities(view, x) for x in (before_logits, after_logits)]
     is_score = len(before_logits) == 1  # no distribution
     rows = [
         {"index": i, "name": answer_name(seen, i), "before": None if is_score else as_json(float(p[i])),
@@ -318,7 +327,8 @@ def compare(view: View, seen: Explanation, after: Explanation, position: int | N
          "logit_before": as_json(float(before_logits[i])), "logit_after": as_json(float(after_logits[i]))}
         for i in listed
     ]  # fmt: skip
-    return {"rows": rows, "divergence": None if is_score else as_json(divergence(*everywhere))}
+    whole = not is_score and not is_multilabel(view)
+    return {"rows": rows, "divergence": as_json(divergence(*everywhere)) if whole else None}
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> float:

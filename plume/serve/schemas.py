@@ -410,8 +410,8 @@ class TagRequest(ApiRequest):
 
 
 class PredictRequest(ApiRequest):
-    input: Annotated[list[dict[Name, Text | list[Text]]], Field(min_length=1, max_length=256)] = Field(
-        description="rows of the fields of the model's task"
+    input: Annotated[list[dict[Name, Text | int | float | list[Text] | None]], Field(min_length=1, max_length=256)] = (
+        Field(description="rows with the fields of the model's task; others, such as a label, are ignored")
     )
 
 

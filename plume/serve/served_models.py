@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from anyio import CapacityLimiter, to_thread
 
-from plume.config import EngineConfig, ServeConfig, UserError
+from plume.config import ServeConfig, UserError
 from plume.hf import load_tokenizer_of, resolve
 from plume.inference.batcher import Batcher
 from plume.inference.engine import Engine, Feed, Logits
@@ -435,14 +435,10 @@ async def trim_regularly() -> None:
         await asyncio.to_thread(trim_heaps)
 
 
-def engine_settings(config: ServeConfig) -> EngineConfig:
-    """One slot more than sequences: it is kept for readings."""
-    return replace(config.engine, slots=config.batch + 1)
-
-
 def open_lm(place: str, config: ServeConfig) -> LM:
+    """With one slot more than sequences: it is kept for readings."""
     folder = resolve(place)
-    return LM(folder, load_tokenizer_of(folder), engine_settings(config))
+    return LM(folder, load_tokenizer_of(folder), replace(config.engine, slots=config.batch + 1))
 
 
 def name_and_place(given: str) -> tuple[str, str]:

@@ -66,10 +66,10 @@ def saved_kind(folder: Path | None) -> str | None:
     return None if settings is None else settings.kind
 
 
-def how_to_ask(head: str, place: str, *, two_stacks: bool = False, task: str | None = None) -> str:
-    """How to use a model in Python and over HTTP; `task` is the kind that it was fine-tuned for."""
+def how_to_ask(head: str, place: str, *, encoder_decoder: bool = False, task: str | None = None) -> str:
+    """How to use a model in Python and over HTTP; `task`: what it was fine-tuned for; `head` does not matter then."""
     kind = kind_for_head(head) if task is None else kind_named(task)
-    call = CALLS[head] if kind is None or (head in CALLS and task is None and not two_stacks) else kind.call
+    call = CALLS[head] if kind is None or (head in CALLS and task is None and not encoder_decoder) else kind.call
     return f"use it in Python: plume.load({place!r}).{call}, or over HTTP: plume serve {shlex.quote(place)}"
 
 
@@ -102,11 +102,9 @@ class Predictor:
 
     def evaluate(self, path: str | Path) -> dict[str, float]:
         """The metrics of the task over a labelled file."""
-        from plume.tasks.task_data import open_file, read_labelled
+        from plume.tasks.task_data import read_labelled
 
-        kind, skipped = self.kind(), Tally()
-        config = TaskConfig(train=str(path), kind=kind.name, target=self.settings.target)
-        examples = read_labelled(open_file(Path(path), config, skipped), config, self.settings, skipped)
+        kind, examples = self.kind(), read_labelled(Path(path), self.settings)
         return evaluate(kind, examples, predict(kind, self.model, kind.encode(examples), examples)).results()
 
     def need(self, *heads: str) -> None:
@@ -158,13 +156,17 @@ def _checked(kind: TaskKind, row: Mapping[str, Any], number: int) -> Example:
         raise UserError(
             f"row {number} has no {missing[0]!r}; a {kind.name} task has the fields {', '.join(kind.fields)}"
         )
-    for name, value in row.items():
+    fields = {name: row[name] for name in (*kind.fields, *kind.optional_fields) if name in row}
+    for name, value in fields.items():
         several = name in ("words", "choices")
-        if not value or not all(str(v).strip() for v in (value if several else [value])):
-            raise UserError(f"{name} {number} is empty")
         if not isinstance(value, list if several else str | int | float):
             raise UserError(f"{name} {number} is {value!r}; it must be a {'list of texts' if several else 'text'}")
-    return Example(dict(row), None, f"row {number}")
+        if not all(
+            isinstance(v, str | int | float) and str(v).strip() for v in (value or [""] if several else [value])
+        ):
+            raise UserError(f"{name} {number} is empty")
+        fields[name] = list(map(str, value)) if several else str(value)
+    return Example(fields, None, f"row {number}")
 
 
 def default_settings(model: Model) -> TaskSettings:

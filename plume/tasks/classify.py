@@ -45,7 +45,10 @@ class ClassifyTask(TaskKind):
     fields: ClassVar[tuple[str, ...]] = ("text",)
     fields_by_content: ClassVar[tuple[str, ...]] = ("text", "label")
     auxiliary_weight = 0.5
-    uses: ClassVar[tuple[str, ...]] = ("class_weights", "label_smoothing", "tune_threshold", "template")
+    uses: ClassVar[tuple[str, ...]] = (
+        *("class_weights", "label_smoothing", "tune_threshold"),
+        *("template", "labels", "target"),
+    )
     one_label: ClassVar[bool] = True  # of a row
     passes: ClassVar[tuple[str, ...]] = ("{text}",)
     bidirectional_passes: ClassVar[tuple[str, ...] | None] = None  # where a model that is not causal needs fewer
@@ -76,7 +79,7 @@ class ClassifyTask(TaskKind):
     def target(cls, config: TaskConfig, train: Sequence[Example]) -> Target:
         if config.target is not None:
             return config.target
-        numbers = [as_number(e.label) for e in train[:1000]]
+        numbers = [as_number(e.label) for e in train]
         fractions = any(n is not None and not n.is_integer() for n in numbers)
         return "number" if fractions and None not in numbers else "label"
 
@@ -269,9 +272,10 @@ def known_labels(config: TaskConfig, seen: Counter[str], column: str) -> tuple[s
     """The labels in their order: as configured, else numbers by size and then texts."""
     labels = config.labels if config.labels else tuple(sorted(seen, key=natural_order))
     if len(seen) < 2:
+        what = f"every training row has the label {next(iter(seen))!r}" if seen else "no training row has a label"
         raise UserError(
-            f"every training row has the label {next(iter(seen))!r}; a classifier needs at least two labels: "
-            f"add rows, or name another column than {column!r}: --task.columns.label NAME"
+            f"{what}; a classifier needs at least two labels: add rows, or name another column than {column!r}: "
+            "--task.columns.label NAME"
         )
     if sum(seen.values()) >= FEW_LABELLED and 2 * len(seen) > sum(seen.values()):
         raise UserError(

@@ -52,7 +52,7 @@ class EmbedTask(TaskKind):
 
     @classmethod
     def target(cls, config: TaskConfig, train: Sequence[Example]) -> Target:
-        return "number" if config.target is None else config.target
+        return "number"
 
     def encode(self, examples: Sequence[Example]) -> LabelledRows:
         sides = [name for name in ("text", "pair", "negative") if name in examples[0].fields]

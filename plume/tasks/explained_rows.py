@@ -116,11 +116,7 @@ def explain_text(
         raise UserError(f"row={row} does not exist; this text makes {len(rows)} rows, counted from 0")
     chosen = rows[row]
     explained = explain(
-        model,
-        chosen.tokens,
-        spell=lambda t: spelled(tokenizer, t),
-        segments=chosen.segments,
-        source=chosen.source,
+        model, chosen.tokens, spell=lambda t: spelled(tokenizer, t), segments=chosen.segments, source=chosen.source
     )
     if chosen.source is None:
         explained.start, explained.mask = next(iter(start_tokens(tokenizer)), None), tokenizer.mask

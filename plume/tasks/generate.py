@@ -148,6 +148,8 @@ class GenerateTask(TaskKind):
     ) -> None:
         super().__init__(settings, tokenizer, causal=causal, options=options)
         self.truncation = Truncation()
+        if settings.template and (len(settings.template) > 1 or SOURCE not in settings.template[0]):
+            raise UserError(f"the template of a generate task is one line with {SOURCE} in it")
 
     # -- data
 
@@ -315,6 +317,8 @@ def chat_rows(rows: Iterator[LocatedRow], config: TaskConfig, skipped: Tally) ->
                 raise UserError(f"{where}: {error}; correct it, or skip such rows with --task.skip_bad_rows") from None
             skipped.add(str(error), where)
             continue
+        if not turns:
+            skipped.add("no message of the assistant", where)
         yield from ((where, turn) for turn in turns)
 
 

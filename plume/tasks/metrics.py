@@ -20,6 +20,7 @@ from plume.config import UserError
 Floats = npt.NDArray[np.float64]
 LOWER_IS_BETTER = ("perplexity", "bits_per", "loss", "mse")
 ROUGE = ("rouge1", "rouge2", "rougeL")
+HAN = "\u3400-\u9fff"  # Chinese characters: no space separates words, so each counts as one
 
 
 # ---- values ------------------------------------------------------------------------------------------------------
@@ -38,10 +39,6 @@ class Metric:
 
 def higher_is_better(name: str) -> bool:
     return not any(word in name for word in LOWER_IS_BETTER)
-
-
-def is_better(name: str, value: float, than: float) -> bool:
-    return value > than if higher_is_better(name) else value < than
 
 
 def as_loss(name: str, value: float) -> float:
@@ -352,7 +349,8 @@ def exact_match(text: str, answers: Sequence[str], normal: Callable[[str], str] 
 
 def answer_f1(text: str, answers: Sequence[str]) -> float:
     """SQuAD's F1 over words, of the answer that fits best."""
-    return max(_word_f1(squad_text(text).split(), squad_text(answer).split()) for answer in answers)
+    words, *known = (re.findall(rf"[{HAN}]|[^\s{HAN}]+", squad_text(each)) for each in (text, *answers))
+    return max(_word_f1(words, answer) for answer in known)
 
 
 def _word_f1(words: Sequence[str], answer: Sequence[str]) -> float:
@@ -390,8 +388,15 @@ class AnswerMetric:
         return self.empty / max(self.total, 1)
 
 
+def in_chinese(texts: Iterable[str]) -> bool:
+    whole = "".join(texts)
+    return 3 * len(re.findall(f"[{HAN}]", whole)) > len(whole)
+
+
 def bleu(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> Metric:
-    return Metric(_sacrebleu().corpus_bleu(list(texts), _columns(answers)).score, None)
+    """By sacrebleu's tokenizer 13a, or zh where the answers are Chinese."""
+    words = "zh" if in_chinese(answer for each in answers for answer in each) else "13a"
+    return Metric(_sacrebleu().corpus_bleu(list(texts), _columns(answers), tokenize=words).score, None)
 
 
 def chrf(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> Metric:
@@ -416,13 +421,21 @@ def _missing(error: ImportError) -> UserError:
     return UserError(f"BLEU, chrF and ROUGE need the package {error.name}: pip install 'plume-lm[eval]'")
 
 
+class Characters:
+    """What rouge-score takes as a tokenizer; its own drops every letter that is not ASCII."""
+
+    @staticmethod
+    def tokenize(text: str) -> list[str]:
+        return re.findall(rf"[{HAN}]|[^\W{HAN}]+", text.lower())
+
+
 def rouge(text: str, answers: Sequence[str]) -> dict[str, float]:
     """ROUGE F-measures of the answer that fits best, up to 1."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise _missing(error) from None
-    scorer = RougeScorer(list(ROUGE), use_stemmer=True)
+    scorer = RougeScorer(list(ROUGE), use_stemmer=True, tokenizer=Characters() if in_chinese(answers) else None)
     found = [scorer.score(answer, text) for answer in answers]
     return {name: max(f[name].fmeasure for f in found) for name in ROUGE}
 

@@ -65,7 +65,7 @@ class MultiLabelTask(ClassifyTask):
 
     name = "multilabel"
     call = "predict([{'text': '...'}])"
-    uses = ("tune_threshold", "template")
+    uses = ("tune_threshold", "template", "labels")
     one_label = False
 
     @classmethod

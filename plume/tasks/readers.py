@@ -50,12 +50,16 @@ def _sniffed(path: Path) -> list[str]:
 
 def _looks_like_conll(lines: list[str]) -> bool:
     """Blank lines between groups of lines with equally many columns, whose last column repeats."""
-    words = [line.split() for line in lines if line.strip() and not line.startswith(("#", "-DOCSTART-"))]
+    words = _word_cells(lines)
     if len(words) < 4 or all(line.strip() for line in lines):
         return False
     ((columns, count),) = Counter(map(len, words)).most_common(1)
     tags = {cells[-1] for cells in words}
     return columns > 1 and count >= 0.95 * len(words) and len(tags) <= len(words) / 2
+
+
+def _word_cells(lines: list[str]) -> list[list[str]]:
+    return [line.split() for line in lines if line.strip() and not line.startswith(("#", "-DOCSTART-"))]
 
 
 def is_conllu(path: Path) -> bool:
@@ -70,6 +74,7 @@ def conll_rows(path: Path, skipped: Tally | None = None) -> Iterator[LocatedRow]
     CoNLL has the tag in the last column. CoNLL-U has the universal part of speech, or else the language's own.
     """
     read = _conllu_word if is_conllu(path) else _conll_word
+    known = {(len(cells), cells[-1]) for cells in _word_cells(_sniffed(path))}  # number of columns and tag
     words, tags, begun = list[str](), list[str](), 1
     with open_bytes(path) as stream:
         for number, raw in enumerate(stream, 1):
@@ -82,6 +87,8 @@ def conll_rows(path: Path, skipped: Tally | None = None) -> Iterator[LocatedRow]
                     yield f"{path} line {begun}", {"words": words, "tags": tags}
                 words, tags, begun = [], [], number + 1
                 continue
+            if not words and line.startswith("# ") and (len(cells := line.split()), cells[-1]) not in known:
+                continue  # a comment: "# id 12"; a word # has a tag that other words have too
             word, tag = read(line)
             where = f"{path} line {number}"
             if word is None:
@@ -135,8 +142,9 @@ def _json_data(path: Path, format_name: str) -> list[Any]:
 
 def squad_rows(path: Path) -> Iterator[LocatedRow]:
     """Questions of a SQuAD file, 1.1 or 2.0, with the title of their article."""
+    data = _json_data(path, "SQuAD")
     try:
-        for article in _json_data(path, "SQuAD"):
+        for article in data:
             for paragraph in article["paragraphs"]:
                 for item in paragraph["qas"]:
                     answers = [] if item.get("is_impossible") else list(item.get("answers", []))
@@ -150,7 +158,7 @@ def squad_rows(path: Path) -> Iterator[LocatedRow]:
                             "answers": answers,
                         },
                     )
-    except (ValueError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a SQuAD file: {type(error).__name__}: {error}") from None
 
 
@@ -215,10 +223,7 @@ GLUE: dict[str, Glue] = {
         kind="similarity", columns=_pair("sentence1", "sentence2", "score"), metric="pearson", target="number"
     ),
     "mnli": Glue(
-        kind="pair",
-        columns=_pair("sentence1", "sentence2", "gold_label"),
-        labels=_MNLI,
-        validation="dev_matched",
+        kind="pair", columns=_pair("sentence1", "sentence2", "gold_label"), labels=_MNLI, validation="dev_matched"
     ),
     "snli": Glue(kind="pair", columns=_pair("sentence1", "sentence2", "gold_label"), labels=_MNLI),
     "qnli": Glue(kind="pair", columns=_pair("question", "sentence"), labels=_ENTAIL),

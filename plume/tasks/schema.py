@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from plume.config import TaskTarget, UserError
@@ -39,10 +39,13 @@ class TaskSettings:
     threshold: float | None = None  # probability from which the second of two labels is predicted
     thresholds: tuple[float, ...] = ()  # of each label, where a text has any number of them; unset: 0.5
     null_threshold: float | None = None  # margin of no answer over the best one; unset: always answer
+    columns: Mapping[str, str] = field(default_factory=dict)  # of the training rows, by field
+    header: tuple[str, ...] = ()  # of their file, if it has none
+    encoding: str = "utf-8"
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any]) -> TaskSettings:
-        lists = ("labels", "template", "thresholds")
+        lists = ("labels", "template", "thresholds", "header")
         given: dict[str, Any] = {name: tuple(v) if name in lists else v for name, v in table.items()}
         return cls(**given)
 
@@ -108,15 +111,15 @@ def assign_columns(kind: type[TaskKind], table: Columns, path: str) -> dict[str,
     there = list(table.rows[0])
     _check_named(kind, table, path)
     columns = dict(table.named)
-    for field in (*kind.fields, *kind.optional_fields, kind.label_field):
+    for name in (*kind.fields, *kind.optional_fields, kind.label_field):
         free = [column for column in there if column not in columns.values()]
-        if field in columns:
+        if name in columns:
             continue
-        found = kind.joined_columns(field, there) or table.of(field, among=free)
-        if not found and field in kind.fields_by_content:
-            found = _by_content(field, free, table.rows)
+        found = kind.joined_columns(name, there) or table.of(name, among=free)
+        if not found and name in kind.fields_by_content:
+            found = _by_content(name, free, table.rows)
         if found:
-            columns[field] = found
+            columns[name] = found
     missing = [name for name in kind.fields if name not in columns]
     if missing:
         raise UserError(

@@ -34,17 +34,7 @@ class Answer:
     text: str
     start: int
     end: int
-    score: float  # of the span, minus that of no answer
-
-
-@dataclass(frozen=True)
-class SpanCandidate:
-    """A candidate answer and its score; the empty text is no answer."""
-
-    text: str
-    start: int
-    end: int
-    score: float
+    score: float  # of the span, minus that of no answer; of a candidate, the span's alone
 
 
 class SpanTask(TaskKind):
@@ -64,10 +54,7 @@ class SpanTask(TaskKind):
     ) -> None:
         super().__init__(settings, tokenizer, causal=causal, options=options)
         self.windows = SpanWindows(
-            tokenizer,
-            length=settings.length,
-            stride=settings.stride,
-            question_length=settings.question_length,
+            tokenizer, length=settings.length, stride=settings.stride, question_length=settings.question_length
         )
         self.truncation = self.windows.truncation
 
@@ -86,7 +73,10 @@ class SpanTask(TaskKind):
         """Every answer as (start, text), from SQuAD's and the hub's forms, pairs, or texts alone."""
         context = fields["context"]
         if isinstance(value, Mapping):
-            value = list(zip(value.get("answer_start", []), value.get("text", []), strict=True))
+            starts, texts = value.get("answer_start"), value.get("text")
+            if not isinstance(starts, list) or not isinstance(texts, list) or len(starts) != len(texts):
+                raise UserError(f"the answers {value!r} need lists answer_start and text of equal length")
+            value = list(zip(starts, texts, strict=True))
         if isinstance(value, str):
             value = [value]
         if not isinstance(value, list):
@@ -130,7 +120,7 @@ class SpanTask(TaskKind):
         self, model: Model, data: LabelledRows, examples: Sequence[Example], batches: Iterator[LabelledBatch]
     ) -> Iterator[tuple[int, Prediction]]:
         left = np.bincount([owner for owner, _ in data.about], minlength=len(examples))
-        best: dict[int, SpanCandidate] = {}
+        best: dict[int, Answer] = {}
         null: dict[int, float] = {}
         for batch in batches:
             logits = self.logits(model, hidden_states(model, batch), batch).cpu().numpy()
@@ -145,7 +135,7 @@ class SpanTask(TaskKind):
                 if left[owner] == 0:
                     yield owner, self.prediction(best.pop(owner), null.pop(owner))
 
-    def prediction(self, span: SpanCandidate, null: float) -> Prediction:
+    def prediction(self, span: Answer, null: float) -> Prediction:
         scores = {"start": span.start, "end": span.end, "score": span.score, "no_answer": null}
         refused = self.settings.null_threshold is not None and null - span.score > self.settings.null_threshold
         return Prediction("" if refused else span.text, scores)
@@ -187,11 +177,11 @@ def _span(value: Any, context: str) -> tuple[int, str]:
         raise UserError(f"the answer {value!r} is neither a text nor a start with its text") from None
 
 
-def best_span(logits: Any, window: Window, context: str, longest: int) -> SpanCandidate:
+def best_span(logits: Any, window: Window, context: str, longest: int) -> Answer:
     """The best (start, end) that is not too long; a start counts only in the window that shows it best."""
     size = len(window.starts)
     if size == 0:  # a context of characters that the tokenizer drops
-        return SpanCandidate("", 0, 0, IMPOSSIBLE)
+        return Answer("", 0, 0, IMPOSSIBLE)
     inside = slice(window.first, window.first + size)
     starts, ends = logits[inside, 0].copy(), logits[inside, 1]
     starts[~window.best] = IMPOSSIBLE
@@ -202,7 +192,7 @@ def best_span(logits: Any, window: Window, context: str, longest: int) -> SpanCa
         if sums[at] > best:
             best, place = float(sums[at]), (at, at + width)
     begin, stop = int(window.starts[place[0]]), int(window.ends[place[1]])
-    return SpanCandidate(context[begin:stop].strip() if best > IMPOSSIBLE else "", begin, stop, best)
+    return Answer(context[begin:stop].strip() if best > IMPOSSIBLE else "", begin, stop, best)
 
 
 def best_null_threshold(examples: Sequence[Example], given: Mapping[int, Prediction]) -> float:

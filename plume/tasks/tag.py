@@ -40,6 +40,7 @@ class TagTask(TaskKind):
     head = "tag"
     call = 'tag(["..."])'
     fields = ("words",)
+    uses = ("labels",)
     label_field = "tags"
     overflow = "split between words into several rows"
     truncates = False

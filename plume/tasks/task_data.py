@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plume.config import TaskConfig, UserError, did_you_mean
-from plume.data.tables import Row, Tally
+from plume.data.tables import TABLES, Row, Tally, suffix_of
 from plume.tasks import KINDS, kind_named
 from plume.tasks.classify import ClassifyTask, as_number
 from plume.tasks.readers import GLUE, table_rows
@@ -32,6 +32,7 @@ class TaskData:
     labels: tuple[str, ...]  # of a classifier or tagger; one name for a number
     columns: dict[str, str]  # our field: their column
     guessed: tuple[str, ...]  # fields whose column was not named
+    header: tuple[str, ...]  # of files without one
     metric: str | None  # that the task is known by
     skipped: Tally = field(default_factory=Tally)
 
@@ -77,6 +78,7 @@ def load_task(config: TaskConfig, *, seed: int = 0) -> TaskData:
         labels=labels,
         columns=file.columns,
         guessed=file.guessed,
+        header=config.header,
         metric=metric,
         skipped=skipped,
     )
@@ -118,15 +120,24 @@ def read_examples(
     return list(examples_from(rows, file.kind, file.columns, skipped, labelled=labelled, skip_bad_rows=bad))
 
 
-def read_labelled(file: TaskFile, config: TaskConfig, settings: TaskSettings, skipped: Tally) -> list[Example]:
-    """The labelled examples of one file, checked against the labels of a fine-tuned model."""
-    examples = read_examples(file, Path(config.train), config, skipped, targets=config.targets)
+def read_labelled(path: Path, settings: TaskSettings) -> list[Example]:
+    """The labelled examples of one file, read as the training rows of a fine-tuned model were, and checked.
+
+    Where the file lacks a column that they had, the field's column is guessed.
+    """
+    skipped = Tally()
+    config = TaskConfig(train=str(path), kind=settings.kind, target=settings.target, encoding=settings.encoding)
+    config = replace(config, header=settings.header)
+    there = next((row for _, row in table_rows(path, config, Tally())), {}) if suffix_of(path) in TABLES else {}
+    config = replace(config, columns={field: c for field, c in settings.columns.items() if c in there})
+    file = open_file(path, config, skipped)
+    examples = read_examples(file, path, config, skipped)
     if settings.target == "number":
         examples = _numbered(examples, config, skipped)
     for example in examples:
         file.kind.check(example, settings.labels)
     if not examples:
-        raise UserError(f"{config.train} holds no labelled row{_reasons(skipped)}")
+        raise UserError(f"{path} holds no labelled row{_reasons(skipped)}")
     return examples
 
 
@@ -175,7 +186,7 @@ def _files(config: TaskConfig) -> tuple[Path, Path | None]:
         if validation is None:
             validation = _found(Path(train), ("dev", "validation", "valid", "val", "dev_matched"))
         train = found
-    for path in (train, validation, config.test):
+    for path in (train, validation, config.test, config.targets, config.validation_targets, config.test_targets):
         if path is not None and not Path(path).is_file():
             raise UserError(f"there is no file {path}")
     return Path(train), None if validation is None else Path(validation)

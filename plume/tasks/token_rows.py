@@ -118,6 +118,10 @@ class Template:
     def __init__(self, tokenizer: Tokenizer, passes: Sequence[str], *, length: int) -> None:
         self.tokenizer, self.length = tokenizer, length
         self.passes = [parse(text) for text in passes]
+        if without := [text for text, p in zip(passes, self.passes, strict=True) if not p.fields]:
+            raise UserError(
+                f"template {without[0]!r} has no field in braces, such as {{text}}: all rows would be equal"
+            )
         self.truncation = Truncation()
         two = any(p.second for p in self.passes)
         special = len(tokenizer.add_special_tokens([], [] if two else None)[0])
@@ -163,7 +167,7 @@ def _texts(side: tuple[Part, ...], values: Mapping[str, Any]) -> list[str]:
             )
         text = part.words if part.field is None else str(values[part.field])
         texts.append(f" {text}" if texts else text)
-    return texts
+    return texts if texts else [""]
 
 
 def shares(lengths: Sequence[int], limit: int) -> list[int]:

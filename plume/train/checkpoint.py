@@ -56,13 +56,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        ranks: Ranks,
-        *,
-        keep_last: int,
-        print: Callable[[str], None],
-        background: bool = False,
+        self, folder: Path, ranks: Ranks, *, keep_last: int, print: Callable[[str], None], background: bool = False
     ) -> None:
         self.folder, self.ranks, self.keep_last, self.print = folder, ranks, keep_last, print
         self.background = background

@@ -21,7 +21,7 @@ from plume.model.heads import Model
 from plume.model.loss import token_loss
 from plume.tasks import metrics, saved_settings
 from plume.tasks.classify import ClassifyTask
-from plume.tasks.schema import Example, Prediction, TaskSettings
+from plume.tasks.schema import Example, Prediction
 from plume.tasks.task_kind import TaskKind, evaluate, predict
 from plume.tasks.token_rows import Grouped, LabelledBatch, LabelledRows, ValidationSample
 from plume.train import adapt
@@ -220,7 +220,8 @@ def run_seed(plan: FinetunePlan, seed: int, folder: Path, ranks: Ranks, precisio
     if not outcome.finished:
         raise KeyboardInterrupt
     fit_head(plan, model.eval())
-    plan.kind.settings = tuned_settings(plan, model)
+    rows, examples = plan.validation, plan.data.validation
+    plan.kind.settings = plan.kind.tuned(examples, lambda: predict(plan.kind, model, rows, examples), plan.metric)
     result = seed_result(plan, model, seed, outcome, history)
     if ranks.main:
         save_run(plan, model, result, folder)
@@ -318,7 +319,7 @@ def seed_result(
         best_step=outcome.step if outcome.best_step is None else outcome.best_step,
         steps=outcome.step,
         seconds=outcome.seconds,
-        failed=not metrics.is_better(plan.metric, found[plan.metric], metric.baseline(plan.metric)),
+        failed=not metrics.as_loss(plan.metric, found[plan.metric] - metric.baseline(plan.metric)) < 0,
         history=history,
         training=training_fit(plan, model),
     )
@@ -340,16 +341,6 @@ def training_fit(plan: FinetunePlan, model: Model) -> dict[str, float]:
     if kind.selects_by_metric:
         found |= evaluate(kind, examples, predict(kind, model, rows, examples)).results()
     return found
-
-
-def tuned_settings(plan: FinetunePlan, model: Model) -> TaskSettings:
-    """The task's settings with thresholds chosen on the validation rows."""
-    examples = plan.data.validation
-
-    def predictions() -> dict[int, Prediction]:
-        return predict(plan.kind, model, plan.validation, examples)
-
-    return plan.kind.tuned(examples, predictions, plan.metric)
 
 
 def save_run(plan: FinetunePlan, model: Model, result: SeedResult, folder: Path) -> None:
@@ -456,7 +447,7 @@ def finish(plan: FinetunePlan, result: FinetuneResult, device: torch.device) -> 
         plan.kind.settings = settings
     validation = predicted(plan, model, data.validation, folder / "predictions.jsonl")
     test = predicted(plan, model, data.test, folder / "test_predictions.jsonl") if data.test else None
-    if not all(e.label is not None for e in data.test):
+    if not any(plan.kind.measurable(e) for e in data.test):
         test = None
     metric = evaluate(plan.kind, data.validation, validation)
     result = replace(

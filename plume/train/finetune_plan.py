@@ -22,7 +22,7 @@ from plume.train.lr_search import RateScore
 PAPER_WIDTH = 768  # of GPT-1 and of BERT's base, for which the papers found their rates
 KIND_OPTIONS = (
     "class_weights", "label_smoothing", "tune_threshold", "temperature", "beams", "answer_length",
-    "template", "stride", "question_length",
+    "template", "stride", "question_length", "labels", "target",
 )  # fmt: skip
 NEW_WEIGHTS_LR = 1e-3  # for weights that were not pretrained; pretrained ones never get more
 
@@ -116,6 +116,8 @@ def check_options(config: FinetuneConfig, kind: type[TaskKind], data: TaskData, 
     used = {*kind.uses}
     if data.target == "number" or config.contrastive is not None:
         used -= {"class_weights", "label_smoothing"}
+    if data.target == "number":
+        used.discard("labels")
     if data.target == "number" or (issubclass(kind, ClassifyTask) and kind.one_label and len(data.labels) != 2):
         used.discard("tune_threshold")
     if model.decoder_layers:
@@ -154,6 +156,9 @@ def make_kind(
         stride=config.task.stride,
         question_length=config.task.question_length,
         answer_length=config.answer_length,
+        columns=data.columns,
+        header=data.header,
+        encoding=config.task.encoding,
     )
     options = TaskOptions(
         class_weights=balanced(data) if config.class_weights == "balanced" and data.target == "label" else None,
@@ -174,9 +179,10 @@ def balanced(data: TaskData) -> tuple[float, ...]:
 
 
 def metric_name(config: FinetuneConfig, data: TaskData, kind: TaskKind) -> str:
+    known = kind.metric().results()
     if config.metric is None:
-        return str(kind.metric().main) if data.metric is None else data.metric
-    if config.metric not in (known := kind.metric().results()):
+        return data.metric if data.metric is not None and data.metric in known else str(kind.metric().main)
+    if config.metric not in known:
         raise UserError(f"metric={config.metric!r} is not one of this task's: {', '.join(known)}")
     return config.metric
 

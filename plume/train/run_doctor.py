@@ -137,14 +137,10 @@ def dependence(ids: npt.NDArray[np.int64]) -> float:
 
     def information(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> float:
         joint = np.unique(first * (int(ids.max()) + 1) + second, return_counts=True)[1] / len(first)
-        return -plain_entropy(joint)
+        return float((joint * np.log(joint)).sum())
 
     shuffled = np.random.default_rng(0).permutation(ids)
     return information(ids[:-1], ids[1:]) - information(shuffled[:-1], shuffled[1:])
-
-
-def plain_entropy(shares: npt.NDArray[np.float64]) -> float:
-    return float(-(shares * np.log(shares)).sum())
 
 
 def repeated_share(ids: npt.NDArray[np.int64]) -> float:
@@ -164,7 +160,7 @@ def repeated_share(ids: npt.NDArray[np.int64]) -> float:
 
 def batch_faults(rows: list[dict[str, Any]], config: PretrainConfig) -> Iterator[RunFault]:
     """A jump of the tokens per step in the course of the run, while the rate stayed as it was."""
-    logged = [row for row in rows if "lr" in row]
+    logged = [row for row in rows if "lr" in row and rate(row["step"] - 1, config.train) > 0]
     if config.train.batch_start is not None or config.objective.short_length is not None or len(logged) < 6:
         return
     steps, tokens = (np.array([row[name] for row in logged], dtype=float) for name in ("step", "tokens"))

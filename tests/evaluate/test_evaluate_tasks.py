@@ -1,5 +1,6 @@
 """Tasks as data: built-in ones, the user's own, few-shot, what is refused and where."""
 
+import gzip
 import json
 import re
 
@@ -321,3 +322,21 @@ def test_own_blanks_and_targets(masked_folder, trained_folder, tmp_path):
     with pytest.raises(UserError, match="line 1: a row should have context, choices and answer"):
         run(trained_folder, str(odd))
     assert json.loads(ends.read_text())["target"] == "milk."
+
+
+def test_packed_texts_and_byte_order_marks(trained_folder, tmp_path):
+    """A text is the same text whether it is packed or begins with a byte order mark."""
+    text = story(3, 12)
+    (tmp_path / "plain.txt").write_text(text)
+    (tmp_path / "packed.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "marked.txt").write_text(text, encoding="utf-8-sig")
+    report = run(trained_folder, *(str(tmp_path / name) for name in ("plain.txt", "packed.txt.gz", "marked.txt")))
+    first, *others = (task.first.metrics for task in report.tasks)
+    assert all(other == first for other in others)
+
+
+def test_a_named_field_is_taken_where_another_has_our_name(tmp_path):
+    rows = [{"story": "It ate", "choices": ["milk", "hay"], "answer": 0, "context": "of no use"}]
+    task = find_task(str(write_rows(tmp_path / "mine.jsonl", rows)), {"context": "story"})
+    (row,) = task.read(task.path)
+    assert row == {"context": "It ate", "story": "It ate", "choices": ["milk", "hay"], "answer": 0}

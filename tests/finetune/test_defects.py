@@ -7,8 +7,9 @@ import pytest
 import torch
 import transformers
 from test_losses import PAIRS, model_for, states, task, wrapped
-from tiny import config_of, tokenizer_of
+from tiny import config_of, random_base, tokenizer_of, write_reviews
 
+import plume
 from plume.config import TaskConfig, UserError
 from plume.hf import load_model, save_model
 from plume.model.heads import Model
@@ -16,7 +17,7 @@ from plume.tasks.embed import ContrastRows
 from plume.tasks.schema import Example
 from plume.tasks.task_data import load_task, split
 from plume.tasks.task_kind import TaskOptions
-from plume.tasks.token_rows import LabelledRows, TokenRow, ValidationSample
+from plume.tasks.token_rows import LabelledRows, Template, TokenRow, ValidationSample
 from plume.train.finetune import TaskObjective
 
 
@@ -177,3 +178,200 @@ def test_one_seed_is_said_as_one(tmp_path):
     three = FinetuneResult(tmp_path, "classify", "accuracy", seeds, seeds[2])
     assert describe_scores(one) == "validation accuracy: 0.5000 (1 seed)"
     assert "median 0.6000 over 3 seeds (0.5000 to 0.7000" in describe_scores(three)
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rows_without_any_label_are_an_error(tmp_path):
+    train = jsonl(tmp_path / "a.jsonl", [{"text": f"film {n}", "label": []} for n in range(40)])
+    with pytest.raises(UserError, match="no training row has a label"):
+        load_task(TaskConfig(train=train, kind="multilabel"))
+
+
+def test_numbers_are_recognised_wherever_they_have_fractions(tmp_path):
+    """A file that is sorted by score begins with equal whole numbers."""
+    scores = ["5.0"] * 1000 + [f"{n / 4}" for n in range(20)] * 10
+    rows = [{"text": f"a {n}", "pair": f"b {n}", "label": score} for n, score in enumerate(scores)]
+    assert load_task(TaskConfig(train=jsonl(tmp_path / "a.jsonl", rows))).target == "number"
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "says"),
+    [
+        ("classify", ("Is it good?",), "has no field in braces"),
+        ("generate", ("Q: A:",), "one line with {source} in it"),
+        ("generate", ("{source} =", "{source} ->"), "one line with {source} in it"),
+    ],
+)
+def test_a_template_that_ignores_the_row_is_refused(kind, template, says):
+    with pytest.raises(UserError, match=says):
+        task(kind, "gpt2", tokenizer_of("gpt2"), template=template)
+
+
+ANSWERS = [{"text": ["Mary", "Paris"], "answer_start": [0]}, {"text": None, "answer_start": [0]}, {"text": "Mary"}]
+
+
+@pytest.mark.parametrize("answers", ANSWERS)
+def test_answers_whose_lists_do_not_fit_are_named(tmp_path, answers):
+    row = {"context": "Mary lives in Paris", "question": "who?", "answers": answers}
+    with pytest.raises(UserError, match=r"line 1: the answers .* need lists answer_start and text of equal length"):
+        load_task(TaskConfig(train=jsonl(tmp_path / "a.jsonl", [row])))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ({"data": 5}, "^[^:]* is not a SQuAD file: its data is not a list$"),
+        ({"data": [{"paragraphs": [{"context": "a", "qas": ["who?"]}]}]}, "is not a SQuAD file: AttributeError"),
+    ],
+)
+def test_a_file_that_is_no_squad_is_named_once(tmp_path, content, says):
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=says):
+        load_task(TaskConfig(train=str(tmp_path / "a.json")))
+
+
+def test_a_question_of_no_tokens_is_refused():
+    with pytest.raises(UserError, match="question_length=-5 must be at least 1"):
+        TaskConfig(train="a.json", question_length=-5)
+
+
+def test_chats_without_an_answer_are_counted(tmp_path):
+    asked, answered = (
+        [{"role": role, "content": "hi"} for role in roles] for roles in (["user"], ["user", "assistant"])
+    )
+    path = jsonl(tmp_path / "a.jsonl", [{"messages": m} for m in (asked, answered, asked, answered)])
+    data = load_task(TaskConfig(train=path, validation=path))
+    assert len(data.train) == 2 and data.skipped.counts["no message of the assistant"] == 4
+
+
+def test_comments_of_conll_are_no_words(tmp_path):
+    """As in WNUT and MultiCoNER; a word # keeps its place."""
+    text = "# id 7 domain=en\nMary _ _ B-PER\nsings _ _ O\n\n# _ _ O\n1 _ _ O\n\n"
+    (tmp_path / "a.conll").write_text(text * 5)
+    data = load_task(TaskConfig(train=str(tmp_path / "a.conll"), validation=str(tmp_path / "a.conll")))
+    assert data.labels == ("B-PER", "O")
+    assert [e.fields["words"] for e in data.train[:2]] == [["Mary", "sings"], ["#", "1"]]
+
+
+def test_a_missing_file_of_targets_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("a\nb\n")
+    with pytest.raises(UserError, match=r"there is no file .*nowhere\.txt"):
+        load_task(TaskConfig(train=str(tmp_path / "a.txt"), targets=str(tmp_path / "nowhere.txt")))
+
+
+QUICK = {"epochs": 1, "seeds": 1, "batch": 16, "device": "cpu", "precision": "float32"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("defects")
+    random_base("bert", folder / "bert")
+    write_reviews(folder / "reviews.csv")
+    return folder
+
+
+def test_a_file_is_evaluated_as_the_training_rows_were_read(place):
+    """Columns that the user named, a header that the file lacks and its encoding belong to the model's task."""
+    _, *lines = (place / "reviews.csv").read_text().splitlines()
+    named, bare = place / "named.csv", place / "bare.csv"
+    named.write_text("text,headline,label\n" + "".join(f"filler {n},{line}\n" for n, line in enumerate(lines)))
+    bare.write_bytes("".join(f"{line}\n" for line in lines).replace("lovely", "café").encode("latin-1"))
+    given = [
+        (named, {"columns": {"text": "headline"}}),
+        (bare, {"header": ["headline", "label"], "encoding": "latin-1"}),
+    ]
+    for path, how in given:
+        options = {**QUICK, "epochs": 12, "lr": 5e-3, **how}
+        found = plume.finetune(model=place / "bert", train=path, validation=path, folder=place / path.stem, **options)
+        lm = plume.load(found.folder)
+        assert found.best.score > 0.8 and lm.evaluate(path)["accuracy"] == pytest.approx(found.best.score)
+    assert lm.predictor.settings.columns == {"text": "headline", "label": "label"}
+    other = place / "other.csv"  # with other names: they are guessed
+    other.write_text("x,review,sentiment\n" + "".join(f"1,{line}\n" for line in lines))
+    assert plume.load(place / "named").evaluate(other)["accuracy"] > 0.8
+
+
+def test_fields_that_a_task_does_not_have_are_ignored(place):
+    folder = plume.finetune(model=place / "bert", train=place / "reviews.csv", folder=place / "run", **QUICK).folder
+    lm = plume.load(folder)
+    rows = [{"text": "a fine film", "label": 0, "id": 0, "note": None}, {"text": 5}]
+    found = lm.predict(rows)
+    assert [p.value for p in found] == [p.value for p in lm.predict([{"text": "a fine film"}, {"text": "5"}])]
+    for wrong, says in (
+        ({"text": " "}, "text 0 is empty"),
+        ({"text": None}, "must be a text"),
+        ({"text": ["a"]}, "must"),
+    ):
+        with pytest.raises(UserError, match=says):
+            lm.predict([wrong])
+
+
+def test_words_that_are_no_list_of_texts_are_named(place):
+    from plume.tasks import Predictor
+
+    predictor = Predictor(load_model(place / "bert", head="tag", labels=("A", "B")), tokenizer_of("bert"), None)
+    for wrong in (5, "a b", [], [None], [["a"]]):
+        with pytest.raises(UserError, match="words 0 is"):
+            predictor.predict([{"words": wrong}])
+
+
+def test_test_rows_are_measured_where_they_can_be(place):
+    lines = (place / "reviews.csv").read_text().splitlines()
+    (place / "some.csv").write_text("\n".join([*lines[:11], "one without a label,"]) + "\n")
+    (place / "labelled.csv").write_text("\n".join(lines[:11]) + "\n")
+    runs = [
+        plume.finetune(
+            model=place / "bert", train=place / "reviews.csv", test=place / f"{name}.csv", folder=place / name, **QUICK
+        )
+        for name in ("some", "labelled")
+    ]
+    assert runs[0].test is not None and runs[0].test == runs[1].test
+    rows = [{"text": f"a film {n}", "pair": f"film {n} so"} for n in range(60)]
+    train, test = jsonl(place / "train.jsonl", rows[:40]), jsonl(place / "test.jsonl", rows[40:])
+    found = plume.finetune(model=place / "bert", train=train, test=test, folder=place / "embed", **QUICK)
+    assert found.kind == "embed" and 0 <= found.test["accuracy"] <= 1
+
+
+def test_a_glue_task_of_another_kind_has_a_metric_of_that_kind(place):
+    (place / "stsb").mkdir()
+    rows = "".join(f"a film {n}\tfilm {n}\t{n % 3}\n" for n in range(60))
+    for name in ("train", "dev"):
+        (place / "stsb" / f"{name}.tsv").write_text(f"sentence1\tsentence2\tscore\n{rows}")
+    found = plume.finetune(
+        model=place / "bert", train=place / "stsb", name="stsb", target="label", folder=place / "run-stsb", **QUICK
+    )
+    assert found.metric == "accuracy"
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"validation": "b.csv", "validation_fraction": 0.3}, "validation_fraction=0.3 has no effect with validation"),
+        ({"test_targets": "b.txt"}, "test_targets needs test, the file that it is aligned with"),
+    ],
+)
+def test_files_that_would_be_ignored_are_refused(fields, says):
+    with pytest.raises(UserError, match=says):
+        TaskConfig(train="a.csv", **fields)
+
+
+@pytest.mark.parametrize("fields", [{"labels": ["pos", "neg"]}, {"target": "number"}])
+def test_labels_that_a_kind_does_not_have_are_refused(place, fields):
+    rows = [{"context": f"a {n}", "choices": ["b", "c"], "label": n % 2} for n in range(40)]
+    with pytest.raises(UserError, match="has no effect on this choose task"):
+        plume.finetune(
+            model=place / "bert", train=jsonl(place / "c.jsonl", rows), folder=place / "no", **fields, **QUICK
+        )
+
+
+def test_a_template_of_a_question_that_a_row_lacks():
+    template = Template(tokenizer_of("bert"), ("{question} | {choice}",), length=32)
+    fields = {"context": "a fine film", "choices": ["yes", "no"]}
+    asked, other = (
+        [len(r.tokens) for r in template.rows([Example(f, 0, "")])[0]] for f in (fields | {"question": "who"}, fields)
+    )
+    assert len(other) == 2 and all(a > b for a, b in zip(asked, other, strict=True))

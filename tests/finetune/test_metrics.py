@@ -139,3 +139,28 @@ def test_the_best_threshold_is_the_best_of_all(name):
         best = max(judge(right, [s >= t / 100 - 0.005 for s in scores]) for t in range(102))  # between all scores
         chosen = metrics.best_threshold(scores, right, name)
         assert judge(right, [s >= chosen for s in scores]) == pytest.approx(best)
+
+
+def test_chinese_is_compared_character_by_character():
+    """Words are not separated by spaces: whole sentences would count as one word, and be equal or not."""
+    import sacrebleu
+    from rouge_score.rouge_scorer import RougeScorer
+
+    answers, texts = ["我喜欢在春天去北京看花", "今天天气很好。"], ["我喜欢在春天去上海看花", "今天天气很好啊！"]
+    found = metrics.GenerationMetric()
+    for answer, text in zip(answers, texts, strict=True):
+        found.add(answer, text)
+    results = found.results()
+    spaced = [[" ".join(text) for text in side] for side in (texts, answers)]
+    assert results["bleu"] == pytest.approx(sacrebleu.corpus_bleu(spaced[0], [spaced[1]], tokenize="none").score)
+    assert results["bleu"] > 40
+    ids = {c: f"w{n}x" for n, c in enumerate(sorted(set("".join(texts + answers)) - set("。！")))}
+    latin = [[" ".join(ids[c] for c in text if c in ids) for text in side] for side in (texts, answers)]
+    scorer = RougeScorer(["rouge1", "rougeL"])
+    for name in ("rouge1", "rougeL"):
+        expected = [scorer.score(b, a)[name].fmeasure for a, b in zip(*latin, strict=True)]
+        assert results[name] == pytest.approx(sum(expected) / 2)
+    assert (
+        metrics.answer_f1("去上海", ["去北京"]) == pytest.approx(1 / 3)
+        and metrics.answer_f1("GPT 模型", ["gpt 模"]) == 0.8
+    )

@@ -1,6 +1,7 @@
 """Any number of labels per text: rows, loss, metrics and baseline against torch and scikit-learn, and a whole run."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,15 +10,22 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from test_losses import model_for, task
-from tiny import random_base
+from tiny import config_of, random_base, tokenizer_of
 
 import plume
-from plume.config import FinetuneConfig, TaskConfig, UserError
+from plume.config import FinetuneConfig, ServeConfig, TaskConfig, UserError
+from plume.hf import save_model
+from plume.model.heads import Model
+from plume.serve.analysis import predict
+from plume.serve.explanations import explain
+from plume.serve.schemas import ExplainRequest, PredictRequest
+from plume.serve.served_models import Origin, Served
 from plume.tasks.multilabel import MultiLabelMetric
-from plume.tasks.schema import Example
+from plume.tasks.schema import Example, TaskSettings
 from plume.tasks.task_data import load_task
 
 LABELS = ("bad", "film", "good")
+VIEWS = ("labels", "cause")
 
 
 def write(path, count):
@@ -87,3 +95,24 @@ def test_a_whole_run_with_thresholds(tmp_path):
     assert saved["kind"] == "multilabel" and len(saved["thresholds"]) == 3
     with pytest.raises(UserError, match=r"any number of labels; use lm.predict"):
         lm.classify(["dull film"])
+
+
+def test_the_explorer_shows_a_probability_of_each_label(tmp_path):
+    """They are sigmoids, as in a prediction, and do not add up to 1."""
+    tokenizer, settings = tokenizer_of("bert"), TaskSettings(kind="multilabel", labels=LABELS, length=32)
+    torch.manual_seed(0)
+    model = Model(config_of("bert"), "classify", LABELS).eval()
+    save_model(model, tmp_path / "m", tokenizer=tokenizer, info={"task": asdict(settings)})
+    lm = plume.load(tmp_path / "m")
+    (found,) = lm.predict([{"text": "a fine film"}])
+    served = Served("m", Origin(str(tmp_path / "m")), lm, ServeConfig(models=(str(tmp_path / "m"),)))
+    try:
+        shown, caused = (explain(served, ExplainRequest(model="m", input="a fine film", view=v)) for v in VIEWS)
+        row = {"text": "a fine film", "label": 0, "id": None}  # as it stands in a data set
+        predicted = predict(served, PredictRequest(model="m", input=[row]))["data"][0]["scores"]
+    finally:
+        served.close()
+    assert {row["name"]: row["probability"] for row in shown["answers"]} == pytest.approx(found.scores, abs=1e-5)
+    assert {row["name"]: row["before"] for row in caused["rows"]} == pytest.approx(found.scores, abs=1e-5)
+    assert predicted == pytest.approx(found.scores, abs=1e-5)
+    assert caused["divergence"] is None  # several probabilities are no distribution

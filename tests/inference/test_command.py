@@ -211,7 +211,7 @@ def test_every_head_says_how_it_is_asked():
         method = re.search(r"plume\.load\('my runs/a'\)\.(\w+)\(", said)
         assert method is not None and callable(getattr(LM, method[1])), head
         assert "plume serve 'my runs/a'" in said
-    assert "plume.load('a').translate(" in how_to_ask("next-token", "a", two_stacks=True)
+    assert "plume.load('a').translate(" in how_to_ask("next-token", "a", encoder_decoder=True)
     assert "plume.load('a').translate(" in how_to_ask("next-token", "a", task="generate")  # a GPT with its prompts
 
 

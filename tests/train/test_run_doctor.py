@@ -7,13 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from plume.config import PRESETS, DataConfig, PretrainConfig, TokenizerConfig, TrainConfig, UserError
+from plume.config import PRESETS, DataConfig, PretrainConfig, TokenizerConfig, TrainConfig, UserError, build
 from plume.data import prepare
 from plume.data.shards import chunk_sums, read_manifest, write_manifest
 from plume.train import run_doctor
 from plume.train.loop import Outcome
+from plume.train.optim import rate
 from plume.train.pretrain import RunResult, plain, pretrain
-from plume.train.run_doctor import examine_run
+from plume.train.run_doctor import batch_faults, examine_run
 from plume.util.run_folder import write_recipe
 
 WORDS = """robot house river garden letter teacher window market doctor forest engine picture
@@ -149,3 +150,10 @@ def test_a_tokenizer_that_does_not_fit_is_named(make):
         lambda ids: np.random.default_rng(0).permutation(ids.max() + 1)[ids]
     )  # the same vocabulary in another order
     assert "tokenizer mismatched" in causes(make(TEXT, before=other), probe=False)
+
+
+def test_steps_at_a_rate_of_zero_say_nothing_of_the_batch():
+    train = {"steps": 30, "decay_steps": 10, "final_lr_ratio": 0.0, "schedule": "linear"}
+    config = build(PretrainConfig, {"folder": "run", "model": "gpt2-laptop", "train": train})
+    rows = [{"step": n, "lr": config.train.lr * rate(n - 1, config.train), "tokens": 100 * n} for n in range(1, 31)]
+    assert list(batch_faults(rows, config)) == []
