@@ -10,14 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from plume.config import (
-    GenerateConfig,
-    SamplingConfig,
-    UserError,
-    build,
-    did_you_mean,
-    with_overrides,
-)
+from plume.config import GenerateConfig, SamplingConfig, UserError, build, did_you_mean, with_overrides
 from plume.inference.sequences import Generation
 from plume.lm import LM, best_of, open_lm
 from plume.util.console import shown

@@ -20,16 +20,7 @@ from numba.core.ccallback import CFunc
 from torch import Tensor, nn
 
 from plume.inference.cpu.arithmetic import HALF, ONE, TANH_A, TANH_B, exp
-from plume.inference.cpu.lanes import (
-    FASTMATH,
-    SOURCES,
-    atomic_add,
-    bytes_at,
-    floats_at,
-    larger,
-    longs_at,
-    sources,
-)
+from plume.inference.cpu.lanes import FASTMATH, SOURCES, atomic_add, bytes_at, floats_at, larger, longs_at, sources
 from plume.model.transformer import MLP, Attention, LayerCache, Mask, Memory
 
 LONGEST = 512  # tokens: above, a matrix of attention weights per head is slower than computing them in blocks
