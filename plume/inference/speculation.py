@@ -21,7 +21,7 @@ Propose = Callable[[Sequence[int], int], list[int]]  # the text so far, how many
 LONGEST_NGRAM = 4
 STEPS_KEPT, GUESSES_KEPT = 0.97, 0.9  # what remains of older observations with each new one
 UNKNOWN_ROW = 0.3  # what another row is taken to cost before there are steps of different sizes, in plain steps
-PAUSE, LONGER, LONGEST_PAUSE = 16, 4, 1024  # tokens until the next try where guessing does not pay
+PAUSE = 16  # tokens until the next try where guessing does not pay; twice as many after each that fails
 
 
 @dataclass
@@ -38,7 +38,7 @@ class StepCost:
         """One more row, and so many seconds before it, in tokens that could be written meanwhile without guessing."""
         count, rows, squares, total, mixed = self._sums
         spread = count * squares - rows * rows
-        if spread < 1e-6 * count * count:
+        if spread <= 1e-6 * count * count:
             return UNKNOWN_ROW
         per_row = max(0.0, (count * mixed - rows * total) / spread)
         plain = max((total - per_row * rows) / count, 0.0) + per_row * sequences
@@ -50,6 +50,7 @@ class Guesser:
     """Guesses of one sequence: as many as pay by what they cost and how many of the latest were right."""
 
     propose: Propose
+    longest_pause: int = 64  # a draft reads all that was written in a pause
     right: float = 1.0  # of those tried, older ones counting less
     tried: float = 1.0
     seconds: float = 0.0  # of the proposal of one token, once several have been made in a row
@@ -64,7 +65,7 @@ class Guesser:
             self.waited += 1
             if self.waited <= self.pause or each >= 1:
                 return []
-            count, self.pause = 1, min(LONGER * self.pause, LONGEST_PAUSE)
+            count, self.pause = 1, min(2 * self.pause, self.longest_pause)
         self.waited, began = 0, time.perf_counter()
         found = self.propose(tokens, count)
         if steady and found:  # otherwise a draft has first read what was written without it
@@ -106,11 +107,9 @@ class Draft:
         return text[len(tokens) :]
 
 
-def guesser(
-    config: SamplingConfig, draft: Callable[[], Batcher], seed: int, sample: int, prompt_length: int
-) -> Guesser | None:
+def guesser(config: SamplingConfig, draft: Callable[[], Batcher], seed: int, sample: int, start: int) -> Guesser | None:
     if config.speculate == "draft":
-        return Guesser(Draft(draft(), config, seed=seed, sample=sample, prompt_length=prompt_length))
+        return Guesser(Draft(draft(), config, seed=seed, sample=sample, prompt_length=start), 512)
     return Guesser(look_up) if config.speculate == "lookup" else None
 
 

@@ -12,7 +12,7 @@ from numba import carray, types
 
 from plume.inference.cpu import arithmetic, lanes, pack, tiles
 from plume.inference.cpu.arithmetic import activate, gather, multiply_panels, normalise, padded, quantise, share
-from plume.inference.cpu.lanes import compiled, entry
+from plume.inference.cpu.lanes import compiled, entry, linked
 from plume.inference.cpu.pack import Shape
 from plume.inference.cpu.panels import GROUP, LANES, PANEL
 from plume.inference.cpu.sampling import Work, answer_all
@@ -117,7 +117,7 @@ def multiply_by(numbers: int, scales: int, count: int) -> None:
         x[i] *= factors[i]
 
 
-@compiled
+@entry
 def mix(
     item: int, queries: int, at: int, block_stride: int, blocks: int, values: int, stride: int, out: int,
     out_stride: int, depth: int,
@@ -144,6 +144,9 @@ def mix(
         b += taken
 
 
+mix_all = linked(mix, 10)
+
+
 @compiled
 def attend(
     shape: Shape, layer: int, head: int, keys: int, values: int, position: int, until: int, m: int, queries: int,
@@ -159,7 +162,7 @@ def attend(
     query = shape.qkv + m * shape.qkv_stride + head * size * 4
     scores, out = memory, memory + MANY * shape.scores_stride
     at, block = keys + low_block * size * LANES * item, size * LANES * item
-    mix(item, queries, at, block, key_blocks, query, shape.qkv_stride, scores, shape.scores_stride, size)
+    mix_all(item, queries, at, block, key_blocks, query, shape.qkv_stride, scores, shape.scores_stride, size)
     scale = arithmetic.ONE / np.sqrt(np.float32(size))
     totals = carray(lanes.floats_at(out + MANY * blocks * LANES * 4), (MANY,))
     for q in range(queries):
@@ -172,7 +175,7 @@ def attend(
         if item == 1:
             multiply_by(row + (low - first) * 4, values + shape.value_bytes + (low - capacity) * 4, high - low)
     at, block = values + first * LANES * item, capacity * LANES * item
-    mix(item, queries, at, block, blocks, scores, shape.scores_stride, out, blocks * LANES * 4, until - first)
+    mix_all(item, queries, at, block, blocks, scores, shape.scores_stride, out, blocks * LANES * 4, until - first)
     for q in range(queries):
         source = carray(lanes.floats_at(out + q * blocks * LANES * 4), (size,))
         target = carray(lanes.floats_at(shape.mixed + (m + q) * shape.width_stride + head * size * 4), (size,))
