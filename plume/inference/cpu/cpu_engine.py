@@ -72,9 +72,8 @@ class CpuEngine:
         self.threads = default_threads() if threads is None else threads
         self.lengths = np.zeros(slots, np.int64)
         self._allocate(CACHE_BYTES[cache if packed.generates else "float32"])
-        self.name = f"CPU engine, {packed.precision} weights, {self.threads} threads"
-        if packed.generates:
-            self.name += f", {cache} cache of {self.slot_bytes / 1e6:.1f} MB per slot"
+        size = f", {cache} cache of {self.slot_bytes / 1e6:.1f} MB per slot" if packed.generates else ""
+        self.name = f"CPU engine, {packed.precision} weights, {self.threads} threads{size}"
         self._table = np.where(packed.offsets < 0, 0, packed.offsets + packed.block.ctypes.data)
         self._job = aligned(pack.JOB_SIZE, np.int64)
         self._tokens, self._slots, self._positions, self._wanted = (np.zeros(rows, np.int64) for _ in range(4))
@@ -86,12 +85,16 @@ class CpuEngine:
             threading.Thread(target=self._help, args=(i,), daemon=True, name=f"plume-cpu-{i}")
             for i in range(1, self.threads)
         ]
-        with announced_compilation("decoder" if packed.generates else "encoder"):
+        self._start()
+
+    def _start(self) -> None:
+        """Compile what is not compiled yet, wake the helpers and take a first step."""
+        with announced_compilation("decoder" if self.packed.generates else "encoder"):
             link()
             self._work(1 % self.threads, 0, 0, 0, patience=0)
             for helper in self._helpers:
                 helper.start()
-            if packed.generates:
+            if self.packed.generates:
                 self.step([Feed(0, [0])])
                 self.rewind(0, 0)
             else:
@@ -100,8 +103,7 @@ class CpuEngine:
     def _allocate(self, item: int) -> None:
         """All working memory, and the shape that tells the kernels where it is."""
         c, rows, capacity = self.config, self.rows, -(-self.capacity // LANES) * LANES
-        head_blocks = -(-c.head_width // LANES)
-        strides = self._strides(capacity)
+        head_blocks, strides = -(-c.head_width // LANES), self._strides(capacity, item)
         private = 2 * (strides["width_stride"] + strides["codes_stride"])
         private += MANY * (strides["scores_stride"] + (head_blocks * LANES + 1) * 4)
         private_bytes = -(-private // 4096) * 4096 + 192
@@ -114,10 +116,8 @@ class CpuEngine:
             "panels": self.threads * panel_bytes,
         }
         self._memory = {name: aligned(size) for name, size in sizes.items()}
-        key_bytes, value_bytes = (
-            capacity * (columns * item + (4 if item == 1 else 0)) for columns in (c.head_width, head_blocks * LANES)
-        )
-        self._memory["keys"], self._memory["values"] = reserved(owners * key_bytes), reserved(owners * value_bytes)
+        self._memory["keys"] = reserved(owners * strides["key_bytes"])
+        self._memory["values"] = reserved(owners * strides["value_bytes"])
         self.shape = Shape(
             layers=c.layers,
             width=c.width,
@@ -133,9 +133,6 @@ class CpuEngine:
             kind=KINDS[self.packed.precision],
             int8=int(self.packed.precision in ("int8", "int4")),
             capacity=capacity,
-            cache_item=item,
-            key_bytes=key_bytes,
-            value_bytes=value_bytes,
             threads=self.threads,
             private_bytes=private_bytes,
             panel_bytes=panel_bytes,
@@ -148,10 +145,13 @@ class CpuEngine:
         """What the keys and values of a slot take when it is full; memory is taken as tokens come, page by page."""
         return (self._memory["keys"].nbytes + self._memory["values"].nbytes) // self.slots
 
-    def _strides(self, capacity: int) -> dict[str, int]:
-        """Bytes from one row of the working memory to the next, by its name in the shape."""
-        c = self.config
+    def _strides(self, capacity: int, item: int) -> dict[str, int]:
+        """Bytes from one row of the working memory to the next, and those of the cache, by their names in the shape."""
+        c, each = self.config, 4 if item == 1 else 0
         return {
+            "cache_item": item,
+            "key_bytes": capacity * (c.head_width * item + each),
+            "value_bytes": capacity * (-(-c.head_width // LANES) * LANES * item + each),
             "width_stride": padded(c.width) * 4 + ODD,
             "qkv_stride": padded(3 * c.width) * 4 + ODD,
             "middle_stride": padded(c.ffn_width) * 4 + ODD,

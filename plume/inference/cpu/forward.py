@@ -13,7 +13,7 @@ from numba import carray, types
 from plume.inference.cpu import arithmetic, lanes, pack, tiles
 from plume.inference.cpu.arithmetic import activate, gather, multiply_panels, normalise, padded, quantise, share
 from plume.inference.cpu.lanes import compiled, entry, linked
-from plume.inference.cpu.pack import Shape
+from plume.inference.cpu.pack import DOWN, DOWN_BIAS, OUT, OUT_BIAS, QKV, QKV_BIAS, UP, UP_BIAS, Shape
 from plume.inference.cpu.panels import GROUP, LANES, PANEL
 from plume.inference.cpu.sampling import Work, answer_all
 
@@ -304,9 +304,8 @@ def forward(
             meetings = meet(job, threads, meetings)
         begin, end = share(3 * width, thread, threads)
         multiply_panels(
-            kind, at[pack.QKV], depth, begin, end, values, stride, rows, at[pack.QKV_BIAS], shape.qkv, shape.qkv_stride,
-            panel,
-        )  # fmt: skip
+            kind, at[QKV], depth, begin, end, values, stride, rows, at[QKV_BIAS], shape.qkv, shape.qkv_stride, panel
+        )
         meetings = meet(job, threads, meetings)
         attention(shape, layer, thread, slots, positions, rows, memory)
         meetings = meet(job, threads, meetings)
@@ -318,16 +317,15 @@ def forward(
                 meetings = meet(job, threads, meetings)
             mixed, mixed_stride = codes, shape.codes_stride
         base = act if shape.post_norm else shape.x
-        return_to_stream(shape, at[pack.OUT], at[pack.OUT_BIAS], depth, mixed, mixed_stride, base, rows, thread)
+        return_to_stream(shape, at[OUT], at[OUT_BIAS], depth, mixed, mixed_stride, base, rows, thread)
         meetings = meet(job, threads, meetings)
         prepare(shape, at[pack.MLP_NORM], act, codes, depth, low, high)
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(shape.hidden, thread, threads)
         multiply_panels(
-            kind, at[pack.UP], depth, begin, end, values, stride, rows, at[pack.UP_BIAS], shape.middle,
-            shape.middle_stride, panel,
-        )  # fmt: skip
+            kind, at[UP], depth, begin, end, values, stride, rows, at[UP_BIAS], shape.middle, shape.middle_stride, panel
+        )
         for m in range(rows):
             row = shape.middle + m * shape.middle_stride
             activate(carray(lanes.floats_at(row + begin * PANEL * 4), ((end - begin) * PANEL,)), shape.activation)
@@ -338,8 +336,7 @@ def forward(
         middle, middle_stride = shape.middle, shape.middle_stride
         if int8:
             middle, middle_stride = shape.middle_codes, shape.middle_codes_stride
-        weights, bias = at[pack.DOWN], at[pack.DOWN_BIAS]
-        return_to_stream(shape, weights, bias, hidden_depth, middle, middle_stride, base, rows, thread)
+        return_to_stream(shape, at[DOWN], at[DOWN_BIAS], hidden_depth, middle, middle_stride, base, rows, thread)
         meetings = meet(job, threads, meetings)
     return head(shape, table, job, thread, wanted, heads_wanted, depth, meetings)
 

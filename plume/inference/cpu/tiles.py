@@ -218,19 +218,16 @@ def _bytes_times_bytes(
                 for u in range(together):
                     quad = builder.add(builder.mul(j, whole(4 * together)), whole(4 * u))
                     row = builder.mul(quad, whole(PANEL))
-                    w = [
-                        load(builder, base, builder.add(row, whole(header + v * 4 * LANES)), INTS, align=64)
-                        for base in bases
-                        for v in part
-                    ]
+                    places = [builder.add(row, whole(header + v * 4 * LANES)) for v in part]
+                    w = [load(builder, base, at, INTS, align=64) for base in bases for at in places]
                     if fetched and packed == 1:
                         at = builder.add(group_at, row)
                         _fetch(builder, panel_at, at, vectors * LANES * 4, end, hop, from_memory=far)
                     sides = [w] if packed == 1 else list(zip(*(_unpacked(builder, both) for both in w), strict=True))
                     for t in range(tokens):
                         for side, levels in enumerate(sides):
-                            column = builder.add(quad, whole(side * size // 2))
-                            value = splat(builder, load(builder, bytes_at[t], column, lanes.I32))
+                            at = builder.add(quad, whole(side * size // 2))
+                            value = splat(builder, load(builder, bytes_at[t], at, lanes.I32))
                             for i in range(panels * vectors):
                                 place = t * panels * vectors + i
                                 totals[place] = add(builder, totals[place], levels[i], value)
@@ -238,8 +235,7 @@ def _bytes_times_bytes(
 
             first = [begins[t] for t in range(tokens) for _ in range(panels * vectors)]
             totals = times(builder, whole(size // 16), first, steps)
-            large = builder.udiv(g, whole(GROUP // size))
-            at = builder.add(scale_offset, builder.mul(large, whole(4)))
+            at = builder.add(scale_offset, builder.mul(builder.udiv(g, whole(GROUP // size)), whole(4)))
             scale = [splat(builder, load(builder, token, at, lanes.F32)) for token in token_at]
             return _scaled(builder, totals, sums, [scales(builder, base, v) for base in bases for v in part], scale)
 
