@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from benchmarks.machine import peer_bar
 from benchmarks.peers import installed
 from benchmarks.results import Row, report
 from plume.bench import Report, bench_decode, table
@@ -48,7 +49,7 @@ def rows(found: Report) -> Iterator[Row]:
                 key=f"{job}, {precision}, {peer}",
                 what=f"{job}, {precision}: tokens/s against {peer}",
                 figure=mine / theirs,
-                at_least=bar,
+                at_least=bar if peer.startswith("plume") else peer_bar(bar),
                 detail=f"{mine:.1f} and {theirs:.1f} tokens/s",
             )
     peers = {name: row["prefill"] for name, row in engines.items() if not name.startswith("plume") and row["prefill"]}

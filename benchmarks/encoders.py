@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.machine import peer_bar
 from benchmarks.results import Row, made_text, report
 from plume.config import PRESETS, ModelConfig, TokenizerConfig
 from plume.hf import load_model, save_model
@@ -180,9 +181,42 @@ def rows(size: str, job: str, taken: dict[str, list[float]], tokens: int) -> Ite
             key=f"{size}, {job}, {precision}, {peer}",
             what=f"encoder {size}, {job}, {precision}: tokens/s against {peer}",
             figure=statistics.median(ratios),
-            at_least=bar,
+            at_least=peer_bar(bar),
             detail=f"{rate[0]:,.0f} and {rate[1]:,.0f} tokens/s; rounds {ratios[0]:.2f} to {ratios[-1]:.2f}",
         )
+
+
+def equality_rows(size: str, engines: dict[str, Read]) -> Iterator[Row]:
+    """How near vectors are to torch's, and whether those of texts of many lengths depend on the others."""
+    draw = np.random.default_rng(1)
+    texts = [draw.integers(10, 900, int(n)).tolist() for n in draw.integers(1, 129, 64)]
+    whole = [np.asarray(engines["transformers float32"]([text]))[0] for text in texts]
+    for precision in ("float32", "int8"):
+        read: Any = engines[f"plume {precision}"]
+        together = read(texts)
+        cosines = [float(cosine(a.mean(0), b.mean(0))) for a, b in zip(together, whole, strict=True)]
+        tokens = np.concatenate([cosine(a, b) for a, b in zip(together, whole, strict=True)])
+        yield Row(
+            key=f"{size}, {precision}, cosine",
+            what=f"encoder {size}, {precision}: smallest cosine of a text's vector to torch's, 64 texts",
+            figure=min(cosines),
+            unit="",
+            digits=6,
+            at_least=0.999,
+            detail=f"smallest of a token's hidden state {tokens.min():.6f}",
+        )
+        yield Row(
+            key=f"{size}, {precision}, alone",
+            what=f"encoder {size}, {precision}: texts of 64 whose hidden states are others alone than among all",
+            figure=sum(bool((read([text])[0] != found).any()) for text, found in zip(texts, together, strict=True)),
+            unit="",
+            digits=0,
+            at_most=0,
+        )
+
+
+def cosine(a: Any, b: Any) -> Any:
+    return (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
 
 
 def main() -> None:
@@ -197,6 +231,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="plume-encoders-") as place:
             setting = Setting(made_folder(Path(place), size), Path(place), args.threads)
             engines = dict(opened(setting))
+            if "transformers float32" in engines:
+                report(*equality_rows(size, engines))
             for job, calls in jobs(args.texts, args.tokens).items():
                 taken = measured(engines, calls, args.rounds)
                 report(*rows(size, job, taken, sum(len(ids) for call in calls for ids in call)))

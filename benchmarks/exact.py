@@ -6,6 +6,7 @@ On the bundled model and WikiText-2 where that is there; otherwise on a model th
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.results import Row, real, report
-from plume.config import DemoConfig
+from plume.config import CachePrecision, DemoConfig
 from plume.data.shards import open_shards
 from plume.demo import demo
 from plume.hf import load_model, resolve
@@ -31,6 +32,7 @@ ANSWER = 64  # tokens that are written greedily behind each beginning
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 Read = tuple[float, Ids, list[list[int]]]  # see read_and_write
 PERPLEXITY = {"int8": 0.5, "int4": 2.0}  # percent by which it may change
+CACHES: dict[CachePrecision, float] = {"float16": 0.05, "int8": 0.5}  # the same of keys and values
 
 
 def distance_from_torch(model: Model, tokens: Ids, precision: Any) -> float:
@@ -43,9 +45,46 @@ def distance_from_torch(model: Model, tokens: Ids, precision: Any) -> float:
     return float(np.abs(found - expected).max())
 
 
-def read_and_write(model: Model, precision: Any, windows: list[Ids]) -> Read:
+def spread_rows(model: Model) -> Model:
+    """The same function, with columns 10^-3 to 10^3 times as large behind norms whose gains are as much smaller."""
+    draw, other = torch.Generator().manual_seed(1), copy.deepcopy(model)
+    blocks: Any = other.body.blocks
+    with torch.no_grad():
+        for block in blocks:
+            attention, mlp = block.attn.inner, block.mlp.inner
+            products = ((block.attn.norm, (attention.q, attention.k, attention.v)), (block.mlp.norm, (mlp.up,)))
+            for norm, fed in products:
+                factors = 10 ** (6 * torch.rand(norm.weight.shape, generator=draw) - 3)
+                norm.weight.div_(factors)
+                norm.bias.div_(factors)
+                for product in fed:
+                    product.weight.mul_(factors)
+    return other
+
+
+def error_row(name: str, model: Model, tokens: Ids) -> Row:
+    """The largest error of a logit against float64, by the engine and by torch, both in float32."""
+    ids = torch.from_numpy(tokens)[None]
+    with torch.inference_mode():
+        theirs = model(ids)[0].double().numpy()
+        exact = copy.deepcopy(model).double()(ids)[0].numpy()
+    engine = CpuEngine(pack(model, "float32"))
+    ours = engine.step([Feed(0, tokens.tolist(), len(tokens))]).astype(np.float64)
+    engine.close()
+    mine, other = (float(np.abs(found - exact).max()) for found in (ours, theirs))
+    rms = [float(np.square(found - exact).mean() ** 0.5) for found in (ours, theirs)]
+    return Row(
+        key=f"float64, {name}",
+        what=f"float32, {name}: largest error of a logit against float64, of that of torch's float32",
+        figure=mine / other,
+        at_most=1.0,
+        detail=f"{mine:.1e} and {other:.1e} over {len(tokens)} tokens; root mean squares {rms[0]:.1e} and {rms[1]:.1e}",
+    )
+
+
+def read_and_write(model: Model, precision: Any, windows: list[Ids], cache: CachePrecision = "float32") -> Read:
     """Loss per token, the likeliest token of every place, and what is written behind the first half of each window."""
-    engine = CpuEngine(pack(model, precision))
+    engine = CpuEngine(pack(model, precision), cache=cache)
     losses, likeliest, answers = [], [], []
     for window in windows:
         logits = torch.from_numpy(engine.step([Feed(0, window[:-1].tolist(), len(window) - 1)]).copy())
@@ -69,7 +108,10 @@ def measure(name: str, model: Model, ids: Ids, count: int) -> None:
     first = ids[: min(STEPS, model.config.context)]
     loss, likeliest, answers = read_and_write(model, "float32", windows)
     low = {precision: read_and_write(model, precision, windows) for precision in PERPLEXITY}
+    low |= {f"float32 with a cache of {kind}": read_and_write(model, "float32", windows, kind) for kind in CACHES}
     report(
+        error_row(name, model, first),
+        error_row(f"{name} with columns spread over 10^6", spread_rows(model), first),
         *(
             Row(
                 key=precision,
@@ -85,6 +127,10 @@ def measure(name: str, model: Model, ids: Ids, count: int) -> None:
     )
 
 
+def cached(precision: str) -> CachePrecision:
+    return "int8" if precision.endswith("int8") else "float16"
+
+
 def low_rows(name: str, precision: str, whole: Read, low: Read) -> Iterator[Row]:
     """What a low precision does to perplexity and choices."""
     loss, likeliest, answers = whole
@@ -95,7 +141,7 @@ def low_rows(name: str, precision: str, whole: Read, low: Read) -> Iterator[Row]
         what=f"{precision}: change of perplexity, {name}",
         figure=100 * abs(math.expm1(low_loss - loss)),
         unit="%",
-        at_most=PERPLEXITY[precision],
+        at_most=PERPLEXITY[precision] if precision in PERPLEXITY else CACHES[cached(precision)],
         detail=f"{math.exp(loss):.3f} to {math.exp(low_loss):.3f} over {len(likeliest):,} unseen tokens",
     )
     same = sum(a == b for a, b in zip(answers, low_answers, strict=True))

@@ -76,6 +76,42 @@ README = (
         "同上，八条序列",
     ),
     Line(
+        "decode/batch 1, float32, llama.cpp f32",
+        "llama.cpp",
+        "generation, float32 against f32, one sequence",
+        "生成，float32 对 f32，单条序列",
+    ),
+    Line(
+        "decode/batch 1, int4, llama.cpp iq4_nl",
+        "llama.cpp",
+        "generation, int4 against iq4_nl, one sequence",
+        "生成，int4 对 iq4_nl，单条序列",
+    ),
+    Line(
+        "serve.slots/slots, 16",
+        "llama.cpp's server",
+        "16 streaming clients, as many slots, int8 against q8_0",
+        "16 个流式客户端，同样多的槽位，int8 对 q8_0",
+    ),
+    Line(
+        "serve.slots/slots, 64",
+        "llama.cpp's server",
+        "the same, 64 clients",
+        "同上，64 个客户端",
+    ),
+    Line(
+        "encoders/12x768, 16 x 128 tokens, int8, ctranslate2 int8",
+        "CTranslate2",
+        "BERT base, 16 texts of 128 tokens, int8",
+        "BERT base，16 条 128 词元的文本，int8",
+    ),
+    Line(
+        "encoders/12x768, 16 x 128 tokens, float32, onnxruntime float32",
+        "onnxruntime",
+        "the same, float32",
+        "同上，float32",
+    ),
+    Line(
         "evaluate/lambada, batch 8",
         "lm-evaluation-harness",
         "LAMBADA, its batch 8",
@@ -144,7 +180,7 @@ def benchmarks_page(rows: list[dict[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-PEERS = {"a plain loop": "朴素循环"}  # those that are no names
+PEERS = {"a plain loop": "朴素循环", "llama.cpp's server": "llama.cpp 服务器"}  # those that are no names
 
 
 def readme_table(rows: list[dict[str, Any]], page: str) -> str:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import numpy as np
 
-from plume.config import EngineConfig, EngineKind, EnginePrecision, SamplingConfig, UserError
+from plume.config import CachePrecision, EngineConfig, EngineKind, EnginePrecision, SamplingConfig, UserError
 from plume.config.fields import refuse
 from plume.config.recipes import wrong_choices
 from plume.hf import folder_info, load_tokenizer_of, read_config, read_embedding, resolve, save_model
-from plume.inference import outputs, scoring
+from plume.inference import outputs, scoring, sequences
 from plume.inference.batcher import Batcher
 from plume.inference.beam import beam_search
 from plume.inference.engine import Engine
@@ -24,17 +24,8 @@ from plume.inference.engine_factory import EngineHandle
 from plume.inference.outputs import CandidateList, Pool
 from plume.inference.sampler import SamplingOptions, with_options
 from plume.inference.scoring import EngineScorer, TextScore
-from plume.inference.sequences import (
-    EMPTY_PROMPT,
-    Draft,
-    Generation,
-    SequenceState,
-    check_ids,
-    check_prompt,
-    fresh_seed,
-    look_up,
-    token_ids,
-)
+from plume.inference.sequences import Generation, SequenceState, check_ids, check_prompt, token_ids
+from plume.inference.speculation import guesser
 from plume.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -145,7 +136,7 @@ class LM:
                 raise UserError("this tokenizer has no start token, so a prompt is needed")
             return list(start)
         if isinstance(prompt, str) and not prompt:
-            raise UserError(EMPTY_PROMPT)
+            raise UserError(sequences.EMPTY_PROMPT)
         return token_ids(self.tokenizer, prompt)
 
     @overload
@@ -180,7 +171,7 @@ class LM:
     def start(self, prompt: Prompt, config: SamplingConfig) -> list[SequenceState]:
         """The sequences of one prompt, for a batcher."""
         self._check_generates()
-        tokens, seed = self.encode(prompt), fresh_seed(config)
+        tokens, seed = self.encode(prompt), sequences.fresh_seed(config)
         return [self._sequence(tokens, config, seed, sample) for sample in range(config.sequences)]
 
     def _sequence(self, tokens: list[int], config: SamplingConfig, seed: int, sample: int) -> SequenceState:
@@ -193,11 +184,7 @@ class LM:
             seed=seed,
             sample=sample,
         )
-        if config.speculate == "draft":
-            length = sequence.prompt_length
-            sequence.guess = Draft(self.draft, config, seed=seed, sample=sample, prompt_length=length)
-        elif config.speculate == "lookup":
-            sequence.guess = look_up
+        sequence.guess = guesser(config, lambda: self.draft, seed, sample, sequence.prompt_length)
         return sequence
 
     def stream(
@@ -478,13 +465,21 @@ def load(
     device: str = "auto",
     threads: int | None = None,
     slots: int = 8,
+    cache_precision: CachePrecision = "float32",
     compile: bool = False,
     draft: str | Path | None = None,
 ) -> LM:
     """Open a model folder, a run folder or a hub name."""
     place = None if draft is None else Path(draft)
     settings = EngineConfig(
-        engine=engine, precision=precision, device=device, threads=threads, slots=slots, compile=compile, draft=place
+        engine=engine,
+        precision=precision,
+        device=device,
+        threads=threads,
+        slots=slots,
+        cache_precision=cache_precision,
+        compile=compile,
+        draft=place,
     )
     return open_lm(name, settings)
 

@@ -11,6 +11,7 @@ from plume.config.data_config import (
 from plume.config.evaluate_config import EvaluateConfig, ReproduceConfig
 from plume.config.fields import (
     Boundary,
+    CachePrecision,
     EngineKind,
     EnginePrecision,
     ObjectiveKind,
@@ -71,6 +72,7 @@ __all__ = [
     "RECIPE",
     "AdaptConfig",
     "Boundary",
+    "CachePrecision",
     "CallableModule",
     "CleanConfig",
     "DataConfig",

@@ -78,6 +78,7 @@ stop_strings stop_sequences = stop
 n_threads num_threads = threads
 model_draft draft_model speculative_model = draft
 num_speculative_tokens draft_max = speculate_tokens
+kv_cache_dtype cache_type_k cache_type_v = cache_precision
 max_num_seqs parallel n_parallel = slots batch
 num_fewshot n_shot fewshot = shots
 batch_size_tokens max_batch_tokens = batch_tokens

@@ -12,6 +12,7 @@ from typing import Literal
 from plume.config.fields import (
     DEVICE,
     MODEL,
+    CachePrecision,
     Checked,
     EngineKind,
     EnginePrecision,
@@ -27,6 +28,7 @@ from plume.config.fields import (
     refuse,
 )
 
+PACKED = ("float24", "int8", "int4")  # precisions of weights that only the CPU engine has
 SERVED = "model folders, run folders or hub names; NAME=MODEL renames one"
 
 
@@ -124,6 +126,7 @@ class EngineConfig(Checked):
     device: str = option("auto", f"of the torch engine: {DEVICE}")
     threads: int | None = option(None, "CPU threads; unset: OMP_NUM_THREADS, or all cores")
     slots: int = option(8, "sequences in the key-value cache at once")
+    cache_precision: CachePrecision = option("float32", "of the key-value cache; float16, int8: CPU engine")
     compile: bool = option(False, "use torch.compile")
     draft: Path | None = option(None, "folder of the draft model for speculate=draft")
 
@@ -132,19 +135,22 @@ class EngineConfig(Checked):
             yield f"threads={self.threads} must be at least 1, or none for all cores"
         if self.slots < 1:
             yield f"slots={self.slots} must be at least 1, for example 8"
-        if self.engine == "torch" and self.packed_only:
+        torch_only = self.precision in ("bfloat16", "float16")
+        if self.engine == "torch" and self.precision in PACKED:
             yield f"precision={self.precision} needs engine=cpu; torch has float32, bfloat16 and float16"
+        if self.cache_precision != "float32" and (self.engine == "torch" or torch_only):
+            yield f"cache_precision={self.cache_precision} needs engine=cpu; torch caches in the weights' precision"
         if self.engine == "cpu" or self.packed_only:
             for name, wrong in {"compile": self.compile, "device": self.device not in ("auto", "cpu")}.items():
                 if wrong:
                     yield f"{name}={getattr(self, name)} is for torch; engine=torch precision=float32 takes it"
-        if self.engine == "cpu" and self.precision in ("bfloat16", "float16"):
+        if self.engine == "cpu" and torch_only:
             yield f"precision={self.precision} needs engine=torch; the CPU engine has float32, float24, int8 and int4"
 
     @property
     def packed_only(self) -> bool:
-        """Whether only the CPU engine has this precision."""
-        return self.precision in ("float24", "int8", "int4")
+        """Whether only the CPU engine has these precisions."""
+        return self.precision in PACKED or self.cache_precision != "float32"
 
 
 @dataclass(frozen=True, kw_only=True)

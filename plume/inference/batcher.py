@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from itertools import islice
 from plume.inference.engine import Engine, Feed, Logits, SamplingEngine
 from plume.inference.sampler import Picked, Row, choose_rows
 from plume.inference.sequences import SequenceState
+from plume.inference.speculation import StepCost
 
 WORTH_COPYING = 16  # fewer shared tokens than this are read again
 
@@ -69,6 +71,7 @@ class Batcher:
         self.reused_tokens = 0  # tokens that did not have to be read again
         self.used = [0] * engine.slots  # when each slot was last used
         self.clock = 0
+        self.cost = StepCost()
         self.prompt_tokens_per_step: int | None = None  # bounds how long a long prompt delays the other sequences
         self._lock = FairLock()
 
@@ -91,12 +94,15 @@ class Batcher:
         plans = self._plans()
         if not plans:
             return []
+        rows, began = sum(len(feed.tokens) for feed, _ in plans.values()), time.perf_counter()
         logits = self.engine.step([feed for feed, _ in plans.values()])
         for slot, (feed, _) in plans.items():
             self.read[slot] += feed.tokens
         plans = {slot: plan for slot, plan in plans.items() if plan[0].wanted}  # of others more prompt is to come
-        moved = []
-        for (slot, (_, guesses)), picked in zip(plans.items(), self._pick(logits, plans), strict=True):
+        chosen, moved = self._pick(logits, plans), []
+        if rows == sum(feed.wanted for feed, _ in plans.values()):  # no prompt was read
+            self.cost.note(rows, time.perf_counter() - began)
+        for (slot, (_, guesses)), picked in zip(plans.items(), chosen, strict=True):
             sequence = self.active[slot]
             before = len(sequence.window)
             self._keep(slot, before + sequence.accept(picked, guesses) - 1)
@@ -190,7 +196,7 @@ class Batcher:
             self._keep(slot, 0)
         self._keep(slot, len(self.read[slot]))  # a step that was interrupted may have read more
         window = sequence.window
-        guesses = sequence.guesses(self.engine.capacity - len(window))
+        guesses = sequence.guesses(self.engine.capacity - len(window), self.cost, len(self.active))
         new = window[len(self.read[slot]) :] + guesses
         return Feed(slot, new, 1 + len(guesses)), guesses
 

@@ -16,20 +16,11 @@ from typing import TYPE_CHECKING, Any
 from plume.config import EngineConfig, ModelConfig, UserError
 from plume.hf import load_model, read_config, resolve
 from plume.inference.batcher import Batcher
-from plume.inference.cpu.pack import (
-    Packed,
-    cache_paths,
-    generates,
-    pack,
-    read,
-    source_hash,
-    unsupported,
-    user_key,
-    write,
-)
+from plume.inference.cpu import pack as packing
+from plume.inference.cpu.pack import Packed
 from plume.inference.cpu.panels import Precision, PrecisionOrAuto
 from plume.inference.engine import EncoderEngine, Engine, Logits
-from plume.inference.sequences import check_draft
+from plume.inference.speculation import check_draft
 
 if TYPE_CHECKING:
     from plume.inference.cpu.cpu_engine import CpuEngine
@@ -53,7 +44,7 @@ def why_not_cpu(config: ModelConfig) -> str | None:
         import numba  # noqa: F401
     except ImportError as error:
         return f"numba cannot be imported ({error})"
-    return unsupported(config)
+    return packing.unsupported(config)
 
 
 def wants_cpu(config: ModelConfig, wanted: EngineConfig) -> bool:
@@ -87,7 +78,7 @@ def engine_for(model: Model, wanted: EngineConfig | None = None) -> Engine:
     """The engine for a model in memory."""
     wanted = EngineConfig() if wanted is None else wanted
     if wants_cpu(model.config, wanted):
-        return cpu_engine(pack(finite(model), _precision(wanted)), wanted)
+        return cpu_engine(packing.pack(finite(model), _precision(wanted)), wanted)
     return torch_engine(model, wanted)
 
 
@@ -99,7 +90,7 @@ def _precision(wanted: EngineConfig) -> PrecisionOrAuto:
 def cpu_engine(packed: Packed, wanted: EngineConfig) -> CpuEngine:
     from plume.inference.cpu.cpu_engine import CpuEngine
 
-    return CpuEngine(packed, slots=wanted.slots, threads=wanted.threads)
+    return CpuEngine(packed, slots=wanted.slots, threads=wanted.threads, cache=wanted.cache_precision)
 
 
 def torch_engine(model: Model, wanted: EngineConfig) -> Engine:
@@ -117,19 +108,19 @@ def torch_engine(model: Model, wanted: EngineConfig) -> Engine:
 
 def packed_weights(folder: Path, precision: PrecisionOrAuto) -> Packed:
     """The folder's packed weights; packed now, and kept for the next time, if they are not there."""
-    source, key, about = source_hash(folder), user_key(), read_config(folder)
+    source, key, about = packing.source_hash(folder), packing.user_key(), read_config(folder)
     if key is None:
-        return pack(finite(load_model(folder)), precision)
-    logits, chosen = generates(about.model, about.head), CHOICES if precision == "auto" else (precision,)
+        return packing.pack(finite(load_model(folder)), precision)
+    logits, chosen = packing.generates(about.model, about.head), CHOICES if precision == "auto" else (precision,)
     for kind in chosen:
-        for path in cache_paths(folder, _label(precision, kind), source):
-            if (found := read(path, about.model, kind, source, key, logits=logits)) is not None:
+        for path in packing.cache_paths(folder, _label(precision, kind), source):
+            if (found := packing.read(path, about.model, kind, source, key, logits=logits)) is not None:
                 return found
-    packed = pack(finite(load_model(folder)), precision)
+    packed = packing.pack(finite(load_model(folder)), precision)
     label = _label(precision, packed.precision)
-    for path in cache_paths(folder, label, source):
+    for path in packing.cache_paths(folder, label, source):
         try:
-            write(packed, path, source, key)
+            packing.write(packed, path, source, key)
             _forget_older(path, label)
             break
         except OSError:
@@ -222,7 +213,7 @@ class EngineHandle:
             config, head = found.model, found.head
         else:
             config, head = self._model.config, self._model.kind
-        if generates(config, head) or unsupported(config) is not None:
+        if packing.generates(config, head) or packing.unsupported(config) is not None:
             return False
         return wants_cpu(config, self.config)
 

@@ -5,27 +5,22 @@ from __future__ import annotations
 import secrets
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from plume.config import SamplingConfig, UserError
 from plume.inference import sampler
 from plume.inference.sampler import Ids
+from plume.inference.speculation import Guesser, StepCost
 from plume.model.likelihood import Floats
 from plume.text import Tokenizer
 from plume.util import drawings
 
-if TYPE_CHECKING:
-    from plume.inference.batcher import Batcher
-    from plume.inference.engine import Engine
-
 SHOWN_CHARACTERS = 60  # of a text in its short form
 EMPTY_PROMPT = "the prompt is empty; None, or --unconditional at the command line, samples from the start token"
-Guess = Callable[[Sequence[int], int], list[int]]  # the text so far, how many at most -> tokens that may follow
 
 
 @dataclass(frozen=True)
@@ -180,7 +175,7 @@ class SequenceState:
         vocab_size: int,
         seed: int,
         sample: int = 0,
-        guess: Guess | None = None,
+        guess: Guesser | None = None,
     ) -> None:
         vocab_size = min(vocab_size, tokenizer.vocab_size)  # rows that only pad the table are never written
         self.config, self.tokenizer, self.context, self.vocab_size = config, tokenizer, context, vocab_size
@@ -215,13 +210,13 @@ class SequenceState:
     def written(self) -> list[int]:
         return self.tokens[self.prompt_length :]
 
-    def guesses(self, room: int) -> list[int]:
-        """Tokens to verify together with the next one."""
+    def guesses(self, room: int, cost: StepCost, sequences: int) -> list[int]:
+        """Tokens to verify together with the next one, in a step with the next ones of so many sequences."""
         if self.guess is None or self.owed:
             return []
         left = room if self.config.max_new_tokens is None else self.config.max_new_tokens - len(self.choices) - 1
         most = min(self.config.speculate_tokens, room, left)
-        return self.guess(self.tokens, most) if most > 0 else []
+        return self.guess(self.tokens, most, cost, sequences) if most > 0 else []
 
     def rows(self, logits: Floats, guesses: Sequence[int]) -> list[sampler.Row]:
         """What is to be chosen from rows of logits, one more than there were guesses; each row is that behind one more
@@ -233,6 +228,8 @@ class SequenceState:
         for i, choice in enumerate(picked):
             self._write(TokenChoice(*choice))
             if self.finish_reason is not None or i == len(guesses) or choice[0] != guesses[i]:
+                if self.guess is not None and guesses:
+                    self.guess.note(len(guesses), i)
                 return i + 1
         raise AssertionError("there is one row more than there are guesses")
 
@@ -348,45 +345,3 @@ class FaultIsolatedSequence(SequenceState):
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of the text that the stop begins with."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-# ---- speculation: tokens verified together in one step -----------------------------------------------------------
-# Every token is still the target model's own draw at its position (the noise depends on seed, sample, position and
-# token alone), and a guess is kept only when it is that token: the text is the same, whatever the guesses.
-
-LONGEST_NGRAM = 4
-
-
-def look_up(tokens: Sequence[int], most: int) -> list[int]:
-    """What followed when the last few tokens were there before: the longest match, the latest of its places."""
-    text = list(tokens)
-    for n in range(min(LONGEST_NGRAM, len(text) - 1), 0, -1):
-        tail = text[-n:]
-        for start in range(len(text) - n - 1, -1, -1):
-            if text[start] == tail[0] and text[start : start + n] == tail:
-                return text[start + n : start + n + most]
-    return []
-
-
-class Draft:
-    """A smaller model that writes ahead with the target's own noise, so that the two often draw the same token."""
-
-    def __init__(self, batcher: Batcher, config: SamplingConfig, *, seed: int, sample: int, prompt_length: int) -> None:
-        self.batcher, self.config = batcher, config
-        self.seed, self.sample, self.prompt_length = seed, sample, prompt_length
-
-    def __call__(self, tokens: Sequence[int], most: int) -> list[int]:
-        text = list(tokens)
-        while len(text) - len(tokens) < most and len(text) < self.batcher.engine.capacity:
-            scores = sampler.penalised(self.batcher.logits_for(text)[-1], self.config, text, self.prompt_length, ())
-            position = len(text) - self.prompt_length
-            text.append(sampler.choose(scores, self.config, self.seed, self.sample, position))
-        return text[len(tokens) :]
-
-
-def check_draft(target: Engine, draft: Engine) -> None:
-    if target.config.vocab_size != draft.config.vocab_size:
-        raise UserError(
-            f"the draft model has a vocabulary of {draft.config.vocab_size}, the model one of "
-            f"{target.config.vocab_size}; both need the same tokenizer"
-        )

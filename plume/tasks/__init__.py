@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plume.config import TaskConfig, UserError, did_you_mean
-from plume.data.tables import Tally
+from plume.config import UserError, did_you_mean
 from plume.hf import folder_info
 from plume.model.heads import Model
 from plume.tasks.choose import Choice, ChooseTask

@@ -11,7 +11,8 @@ import plume
 from plume.config import EngineConfig, SamplingConfig, UserError
 from plume.inference.batcher import Batcher
 from plume.inference.sampler import choose_rows
-from plume.inference.sequences import Healing, SequenceState, look_up
+from plume.inference.sequences import Healing, SequenceState
+from plume.inference.speculation import PAUSE, Guesser, StepCost, look_up
 from plume.lm import LM
 
 PROMPT = "hello the world"
@@ -201,7 +202,8 @@ def test_look_up_finds_the_latest_longest_match():
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 1.0, "top_k": 3}, {"top_p": 0.5}], ids=str)
-def test_guessing_ahead_changes_nothing(trained_folder, fields):
+def test_guessing_ahead_changes_nothing(trained_folder, fields, monkeypatch):
+    monkeypatch.setattr(StepCost, "of_guess", lambda *_: 0.0)  # a draft as slow as the model would not pay
     lm = LM(trained_folder, _tokenizer(trained_folder), EngineConfig(threads=2, draft=trained_folder, slots=2))
     config = SamplingConfig(seed=9, max_new_tokens=40, **fields)
     plain = lm.generate("def wrap(", config)
@@ -215,8 +217,64 @@ def test_guessing_ahead_changes_nothing(trained_folder, fields):
     lm.close()
 
 
-def test_a_draft_begins_each_text_anew(trained_folder):
+def cost_of_steps(fixed=0.7, per_row=0.3):
+    cost = StepCost()
+    for rows in (1, 7, 1, 4, 2, 1):
+        cost.note(rows, fixed + per_row * rows)
+    return cost
+
+
+def test_the_cost_of_a_guess_is_fitted_to_the_steps():
+    cost = cost_of_steps()
+    assert cost.of_guess(1, 0.0) == pytest.approx(0.3)
+    assert cost.of_guess(1, 0.5) == pytest.approx(0.8)  # a draft that takes half as long as a plain step
+    assert cost.of_guess(8, 0.0) == pytest.approx(0.3 * 8 / (0.7 + 0.3 * 8))  # a full batch has little to gain
+    assert 0 < StepCost().of_guess(1, 0.0) < 1
+
+
+def guessed(guesser, right, tokens=400, most=6, cost=None):
+    """How many tokens were guessed over this many steps, `right` of each guess being what the model writes."""
+    counts = []
+    for _ in range(tokens):
+        guesses = guesser([1, 2], most, cost_of_steps() if cost is None else cost, 1)
+        if guesses:
+            guesser.note(len(guesses), min(right, len(guesses)))
+        counts.append(len(guesses))
+    return counts
+
+
+def test_guessing_is_switched_off_where_it_loses_and_on_where_it_pays():
+    def propose(tokens, most):
+        return [0] * most
+
+    wrong = guessed(Guesser(propose), right=0)
+    assert sum(wrong) < 15 and sum(wrong[:PAUSE]) > 0  # tried, given up, tried again ever more rarely
+    assert set(guessed(Guesser(propose), right=6)) == {6}
+    half = guessed(Guesser(propose), right=1)
+    assert 1 <= np.mean(half[50:]) <= 3
+    later = Guesser(propose)
+    guessed(later, right=0, tokens=100)
+    again = guessed(later, right=6, tokens=200)  # the text has begun to suit
+    assert again[-50:] == [6] * 50
+    slow = Guesser(propose, seconds=1.0)  # a draft that takes as long as the model
+    assert sum(guessed(slow, right=6)) == 0
+
+
+@pytest.mark.parametrize("engine", ["cpu", "torch"])
+def test_a_text_that_does_not_suit_is_hardly_guessed(open_lm, engine):
+    lm = open_lm(EngineConfig(engine=engine, threads=1))
+    asked, step = [], lm.engine.step
+    lm.engine.step = lambda feeds: asked.append(sum(feed.wanted for feed in feeds)) or step(feeds)
+    options = {"seed": 3, "max_new_tokens": 60, "ignore_eos": True, "top_k": None, "temperature": 2.0}
+    plain = lm.generate("the a the b", **options)
+    asked.clear()
+    assert lm.generate("the a the b", speculate="lookup", **options).tokens == plain.tokens
+    assert sum(asked) < 60 + 25
+
+
+def test_a_draft_begins_each_text_anew(trained_folder, monkeypatch):
     """Its guesses are right for a second text, for several samples and after much has been written."""
+    monkeypatch.setattr(StepCost, "of_guess", lambda *_: 0.0)
     lm = LM(trained_folder, _tokenizer(trained_folder), EngineConfig(threads=2, draft=trained_folder, slots=2))
     prompts = ("def wrap(", "class A", "import ")
     plain = [lm.generate(prompt, temperature=0, max_new_tokens=30) for prompt in prompts]

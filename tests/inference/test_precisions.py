@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numba import njit
 
 from plume.config import EngineConfig, UserError
 from plume.hf import save_model
@@ -39,8 +40,8 @@ def spread_rows(model):
     return model
 
 
-def engine_logits(packed, tokens=TOKENS):
-    engine = CpuEngine(packed, threads=2)
+def engine_logits(packed, tokens=TOKENS, **options):
+    engine = CpuEngine(packed, threads=2, **options)
     rows = engine.step([Feed(0, tokens, len(tokens))]).astype(np.float64)
     engine.close()
     return rows
@@ -234,3 +235,76 @@ def test_precisions_have_an_engine(random_model, tokenizer):
     for precision in ("float24", "int8", "int4"):
         with pytest.raises(UserError, match=f"precision={precision} needs engine=cpu"):
             EngineConfig(engine="torch", precision=precision)
+
+
+# ---- keys and values
+
+
+@njit
+def half_bits(number):
+    return arithmetic.bits_of_half(np.float32(number))
+
+
+def rounded_cache(kind, x):
+    """Keys or values (..., positions, head width) as the cache keeps them: halves, or bytes with a scale each."""
+    if kind == "float16":
+        return x.half().float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.floor(x / scale + 0.5) * scale
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8"])
+@pytest.mark.parametrize("fields", [{"width": 64, "heads": 4}, {"width": 60, "heads": 3, "band": 8, "layers": 3}])
+def test_a_low_cache_precision_rounds_keys_and_values_alone(random_model, monkeypatch, kind, fields):
+    """The engine's logits are torch's with rounded keys and values; what differs is small beside that rounding."""
+    model = random_model(context=80, **fields)
+    exact, plain = torch_logits(model), torch.nn.functional.scaled_dot_product_attention
+
+    def attention(q, k, v, **options):
+        return plain(q, rounded_cache(kind, k), rounded_cache(kind, v), **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attention)
+    expected = torch_logits(model)
+    found = engine_logits(pack(model, "float32"), cache=kind)
+    effect = np.square(expected - exact).mean() ** 0.5
+    assert effect > 1e-6
+    assert np.square(found - expected).mean() ** 0.5 < 0.2 * effect
+    bound = {"float16": 2e-3, "int8": 5e-2}[kind]
+    assert np.abs(found - exact).max() < bound * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("kind", ["float16", "int8"])
+def test_a_low_cache_precision_keeps_slots_apart(random_model, kind):
+    """Alone or in a batch, at once or in pieces, and in a copied slot: the same logits to the last bit."""
+    packed = pack(random_model(context=80), "int8")
+    engine = CpuEngine(packed, slots=3, threads=2, cache=kind)
+    expected = engine.step([Feed(0, TOKENS, 40)]).copy()
+    engine.rewind(0, 0)
+    together = engine.step([Feed(1, TOKENS[::-1], 1), Feed(0, TOKENS, 40), Feed(2, TOKENS[5:], 1)])[1:41]
+    assert (together == expected).all()
+    engine.rewind(1, 0)
+    engine.copy(0, 1, 37)
+    for start, end in ((37, 44), (44, 60)):
+        assert (engine.step([Feed(1, TOKENS[start:end], end - start)]) == expected[start - 20 : end - 20]).all()
+    engine.close()
+
+
+def test_numbers_that_half_precision_cannot_hold(random_model):
+    """Keys and values beyond its range become its largest number, small ones its denormals."""
+    numbers = np.array([0, 1, -2.5, 65504, 1e6, -1e30, 6e-8, -3e-6, 1e-9, 1 / 3, 2049, 1e-4], np.float32)
+    bits = np.array([half_bits(number) for number in numbers], np.uint16)
+    assert (bits.view(np.float16) == np.clip(numbers, -65504, 65504).astype(np.float16)).all()
+
+
+def test_what_a_slot_costs_is_shown(random_model, tokenizer):
+    sizes = {}
+    for kind in ("float32", "float16", "int8"):
+        config = EngineConfig(engine="cpu", threads=1, slots=2, cache_precision=kind)
+        lm = LM(None, tokenizer, config, random_model(context=1024, width=256, heads=4))
+        sizes[kind] = lm.engine.slot_bytes
+        assert f"{kind} cache of {sizes[kind] / 1e6:.1f} MB per slot" in lm.engine.name
+        lm.close()
+    assert sizes["float16"] == sizes["float32"] / 2 and sizes["int8"] == sizes["float32"] / 4 * (68 / 64)
+    for wrong in ({"engine": "torch"}, {"precision": "bfloat16"}):
+        with pytest.raises(UserError, match="cache_precision=int8 needs engine=cpu"):
+            EngineConfig(cache_precision="int8", **wrong)

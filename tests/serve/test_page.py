@@ -187,9 +187,10 @@ def test_the_footer_and_a_refusal_are_said_in_chinese(visit):
     expect(visit.page.locator("#facts")).to_contain_text("torch（cpu），float32")
     said = visit.page.evaluate(
         """async () => (await import('/static/words/zh.js')).default.engine
-            .reduce((said, [pattern, other]) => said.replace(pattern, other), 'CPU engine, int8 weights, 2 threads')"""
+            .reduce((said, [pattern, other]) => said.replace(pattern, other),
+                'CPU engine, int8 weights, 2 threads, float32 cache of 2.4 MB per slot')"""
     )
-    assert said == "CPU 引擎，int8 权重，2 线程"
+    assert said == "CPU 引擎，int8 权重，2 线程，每槽 2.4 MB 的 float32 缓存"
     for view in ("next", "attention", "layers"):
         visit.open(view, ready="#hint.warn", text="the robot " * 100)
         expect(visit.page.locator("#hint")).to_have_text("文本超出了模型 64 个词元的上下文。")

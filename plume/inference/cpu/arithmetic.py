@@ -11,21 +11,10 @@ import numpy as np
 from numba import carray
 
 from plume.inference.cpu import lanes, tiles
+from plume.inference.cpu import panels as forms
 from plume.inference.cpu.lanes import SIGNED_DOT, compiled, entry, linked
 from plume.inference.cpu.pack import GELU, GELU_TANH
-from plume.inference.cpu.panels import (
-    FIXED,
-    FLOAT24,
-    FLOAT32,
-    FULL,
-    GROUP,
-    HEADER,
-    INT8,
-    LEVELS,
-    PANEL,
-    SMALL_GROUP,
-    panel_bytes,
-)
+from plume.inference.cpu.panels import GROUP, PANEL, SMALL_GROUP
 
 fixed_rows, scaled_rows, int8_rows, int4_rows, level_rows = (
     tiles.panel_times_rows(kind)
@@ -37,12 +26,13 @@ fixed_1x4, scaled_1x4, int8_1x4 = (
 )
 ABREAST = 4 if lanes.WIDE else 2  # int4 panels that one row meets together: their sums fill the registers
 int4_1 = tiles.tile(tiles.int4_tile(1, ABREAST))
-bytes_of_panel = compiled(panel_bytes)
+bytes_of_panel = compiled(forms.panel_bytes)
 LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 E0, E1, E2, E3, E4, E5 = (
     np.float32(c) for c in (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 0.5)
 )
 ONE, HALF, HALF_RANGE = np.float32(1), np.float32(0.5), np.float32(2.0**112)
+HALF_LARGEST = np.float32(65504)
 LOWEST, HIGHEST = np.float32(-88.0), np.float32(88.0)  # the lowest gives exactly 0, so that no product is denormal
 TANH_A, TANH_B = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
 ROOT_HALF = np.float32(math.sqrt(0.5))
@@ -157,28 +147,28 @@ def gather(kind: int, at: int, width: int, token: int, out: int) -> None:
     """One row out of panels."""
     x, lane = carray(lanes.floats_at(out), (width,)), token % PANEL
     at += token // PANEL * bytes_of_panel(kind, width)
-    if kind == FLOAT32:
+    if kind == forms.FLOAT32:
         for i in range(width):
-            x[i] = carray(lanes.floats_at(at + HEADER + i * FULL), (PANEL,))[lane]
-    elif kind == FLOAT24:
+            x[i] = carray(lanes.floats_at(at + forms.HEADER + i * forms.FULL), (PANEL,))[lane]
+    elif kind == forms.FLOAT24:
         scale = carray(lanes.floats_at(at), (PANEL,))[lane]
         for i in range(width):
-            column = at + HEADER + i * FIXED
+            column = at + forms.HEADER + i * forms.FIXED
             high = carray(lanes.shorts_at(column), (PANEL,))[lane]
             low = carray(lanes.unsigned_bytes_at(column + 2 * PANEL), (PANEL,))[lane]
             x[i] = np.float32(np.int32(high) * np.int32(256) + np.int32(low)) * scale
     else:
-        group, code_bytes = (GROUP, GROUP * PANEL) if kind == INT8 else (SMALL_GROUP, SMALL_GROUP * PANEL // 2)
+        group, code_bytes = (GROUP, GROUP * PANEL) if kind == forms.INT8 else (SMALL_GROUP, SMALL_GROUP * PANEL // 2)
         for i in range(width):
             begin, j = at + i // group * (2 * PANEL + code_bytes), i % group
             bits = carray(lanes.halves_at(begin), (PANEL,))[lane]
             codes = carray(lanes.unsigned_bytes_at(begin + 2 * PANEL), (code_bytes,))
-            if kind == INT8:
+            if kind == forms.INT8:
                 scale = lanes.float_of_bits(np.int32(np.uint32(bits) << np.uint32(16)))
                 x[i] = (np.float32(codes[j // 4 * 4 * PANEL + lane * 4 + j % 4]) - np.float32(128)) * scale
             else:
                 both = np.int64(codes[j % 16 // 4 * 4 * PANEL + lane * 4 + j % 4])
-                x[i] = np.float32(LEVELS[both >> 4 if j >= 16 else both & 15]) * half_float(bits)
+                x[i] = np.float32(forms.LEVELS[both >> 4 if j >= 16 else both & 15]) * half_float(bits)
 
 
 @compiled
@@ -186,6 +176,14 @@ def half_float(bits: Any) -> Any:
     """A number of half precision from its bits."""
     magnitude = lanes.float_of_bits(np.int32(np.uint32(bits & np.uint16(0x7FFF)) << np.uint32(13))) * HALF_RANGE
     return -magnitude if bits & np.uint16(0x8000) else magnitude
+
+
+@compiled
+def bits_of_half(x: Any) -> Any:
+    """The bits of the nearest number of half precision; what is too large for it becomes its largest."""
+    magnitude = np.uint32(lanes.bits_of_float(min(abs(x), HALF_LARGEST) / HALF_RANGE))
+    rounded = (magnitude + np.uint32(0xFFF) + ((magnitude >> np.uint32(13)) & np.uint32(1))) >> np.uint32(13)
+    return np.uint16(rounded | np.uint32(0x8000)) if x < 0 else np.uint16(rounded)
 
 
 @entry
@@ -214,11 +212,11 @@ def four_panels(
     kind: int, at: int, size: int, depth: int, values: int, stride: int, start: int, to: int, out_stride: int
 ) -> None:
     """Four panels times one row."""
-    if kind == INT8:
+    if kind == forms.INT8:
         int8_1x4(at, size, values, stride, start, to, out_stride, depth // GROUP)
-    elif kind == FLOAT32:
+    elif kind == forms.FLOAT32:
         scaled_1x4(at, size, values, stride, start, to, out_stride, depth)
-    elif kind == FLOAT24:
+    elif kind == forms.FLOAT24:
         fixed_1x4(at, size, values, stride, start, to, out_stride, depth)
     else:
         for p in range(0, 4, ABREAST):
@@ -233,13 +231,13 @@ def one_panel(
 ) -> None:  # fmt: skip
     """One panel times all rows; for many of them it is unpacked into `memory` first."""
     few = rows <= WORTH_UNPACKING
-    if kind == INT8:
+    if kind == forms.INT8:
         int8_rows(at, values, stride, start, to, out_stride, depth // GROUP, rows)
-    elif kind == FLOAT32:
+    elif kind == forms.FLOAT32:
         scaled_rows(at, values, stride, start, to, out_stride, depth, rows)
-    elif kind == FLOAT24 and few:
+    elif kind == forms.FLOAT24 and few:
         fixed_rows(at, values, stride, start, to, out_stride, depth, rows)
-    elif kind == FLOAT24:
+    elif kind == forms.FLOAT24:
         tiles.unpack(at, depth, memory)
         scaled_rows(memory, values, stride, start, to, out_stride, depth, rows)
     elif few:

@@ -8,29 +8,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from plume.config import UserError
+from plume.config import CachePrecision, UserError
 from plume.inference.batcher import FairLock
-from plume.inference.cpu import forward
+from plume.inference.cpu import forward, pack
 from plume.inference.cpu.forward import MANY
 from plume.inference.cpu.lanes import announced_compilation, link
-from plume.inference.cpu.pack import (
-    FORWARD,
-    GELU,
-    GELU_TANH,
-    JOB_KIND,
-    JOB_NUMBER,
-    JOB_ROWS,
-    JOB_SIZE,
-    JOB_TAKEN,
-    JOB_WANTED,
-    RELU,
-    SAMPLING,
-    Packed,
-    Shape,
-    aligned,
-    reserved,
-)
-from plume.inference.cpu.panels import HEADER, KINDS, LANES, PANEL, Array, padded
+from plume.inference.cpu.pack import Packed, Shape, aligned, reserved
+from plume.inference.cpu.panels import CACHE_BYTES, HEADER, KINDS, LANES, PANEL, Array, padded
 from plume.inference.cpu.sampling import Request, Workspace
 from plume.inference.engine import Feed, Logits
 from plume.util.devices import default_threads
@@ -65,7 +49,8 @@ TURNS = Turns()
 class CpuEngine:
     """See engine.Engine, and engine.EncoderEngine for a model that does not continue text.
 
-    Weights are in one of the forms of panels.py; keys and values are float32.
+    Weights are in one of the forms of panels.py; keys and values that outlast a step in one of CACHE_BYTES. In bytes,
+    those of one position and head share a scale.
     """
 
     def __init__(
@@ -76,6 +61,7 @@ class CpuEngine:
         capacity: int | None = None,
         threads: int | None = None,
         rows: int = 512,
+        cache: CachePrecision = "float32",
     ) -> None:
         config = packed.config
         if threads is not None and threads < 1:
@@ -84,11 +70,12 @@ class CpuEngine:
         rows = rows if packed.generates else max(rows, self.capacity)  # an encoder reads a sequence in one step
         self.config, self.packed, self.slots, self.rows = config, packed, slots, rows
         self.threads = default_threads() if threads is None else threads
-        self.name = f"CPU engine, {packed.precision} weights, {self.threads} threads"
         self.lengths = np.zeros(slots, np.int64)
-        self._allocate()
+        self._allocate(CACHE_BYTES[cache if packed.generates else "float32"])
+        size = f", {cache} cache of {self.slot_bytes / 1e6:.1f} MB per slot" if packed.generates else ""
+        self.name = f"CPU engine, {packed.precision} weights, {self.threads} threads{size}"
         self._table = np.where(packed.offsets < 0, 0, packed.offsets + packed.block.ctypes.data)
-        self._job = aligned(JOB_SIZE, np.int64)
+        self._job = aligned(pack.JOB_SIZE, np.int64)
         self._tokens, self._slots, self._positions, self._wanted = (np.zeros(rows, np.int64) for _ in range(4))
         self._requests = np.zeros(rows, Request)
         self._workspace = Workspace(config.vocab_size if packed.generates else 1, self.threads)
@@ -98,22 +85,25 @@ class CpuEngine:
             threading.Thread(target=self._help, args=(i,), daemon=True, name=f"plume-cpu-{i}")
             for i in range(1, self.threads)
         ]
-        with announced_compilation("decoder" if packed.generates else "encoder"):
+        self._start()
+
+    def _start(self) -> None:
+        """Compile what is not compiled yet, wake the helpers and take a first step."""
+        with announced_compilation("decoder" if self.packed.generates else "encoder"):
             link()
             self._work(1 % self.threads, 0, 0, 0, patience=0)
             for helper in self._helpers:
                 helper.start()
-            if packed.generates:
+            if self.packed.generates:
                 self.step([Feed(0, [0])])
                 self.rewind(0, 0)
             else:
                 self.encode([[0]])
 
-    def _allocate(self) -> None:
+    def _allocate(self, item: int) -> None:
         """All working memory, and the shape that tells the kernels where it is."""
         c, rows, capacity = self.config, self.rows, -(-self.capacity // LANES) * LANES
-        head_blocks = -(-c.head_width // LANES)
-        strides = self._strides(capacity)
+        head_blocks, strides = -(-c.head_width // LANES), self._strides(capacity, item)
         private = 2 * (strides["width_stride"] + strides["codes_stride"])
         private += MANY * (strides["scores_stride"] + (head_blocks * LANES + 1) * 4)
         private_bytes = -(-private // 4096) * 4096 + 192
@@ -126,8 +116,8 @@ class CpuEngine:
             "panels": self.threads * panel_bytes,
         }
         self._memory = {name: aligned(size) for name, size in sizes.items()}
-        self._memory["keys"] = reserved(owners * capacity * c.head_width * 4)
-        self._memory["values"] = reserved(owners * capacity * head_blocks * LANES * 4)
+        self._memory["keys"] = reserved(owners * strides["key_bytes"])
+        self._memory["values"] = reserved(owners * strides["value_bytes"])
         self.shape = Shape(
             layers=c.layers,
             width=c.width,
@@ -139,7 +129,7 @@ class CpuEngine:
             causal=int(c.causal),
             cached=int(self.packed.generates),
             post_norm=int(c.norm == "post"),
-            activation={"gelu_tanh": GELU_TANH, "gelu": GELU, "relu": RELU}[c.activation],
+            activation={"gelu_tanh": pack.GELU_TANH, "gelu": pack.GELU, "relu": pack.RELU}[c.activation],
             kind=KINDS[self.packed.precision],
             int8=int(self.packed.precision in ("int8", "int4")),
             capacity=capacity,
@@ -155,10 +145,13 @@ class CpuEngine:
         """What the keys and values of a slot take when it is full; memory is taken as tokens come, page by page."""
         return (self._memory["keys"].nbytes + self._memory["values"].nbytes) // self.slots
 
-    def _strides(self, capacity: int) -> dict[str, int]:
-        """Bytes from one row of the working memory to the next, by its name in the shape."""
-        c = self.config
+    def _strides(self, capacity: int, item: int) -> dict[str, int]:
+        """Bytes from one row of the working memory to the next, and those of the cache, by their names in the shape."""
+        c, each = self.config, 4 if item == 1 else 0
         return {
+            "cache_item": item,
+            "key_bytes": capacity * (c.head_width * item + each),
+            "value_bytes": capacity * (-(-c.head_width // LANES) * LANES * item + each),
             "width_stride": padded(c.width) * 4 + ODD,
             "qkv_stride": padded(3 * c.width) * 4 + ODD,
             "middle_stride": padded(c.ffn_width) * 4 + ODD,
@@ -188,7 +181,7 @@ class CpuEngine:
 
     def _run(self, kind: int, rows: int, wanted: int) -> None:
         with TURNS.of(self):
-            self._job[[JOB_KIND, JOB_ROWS, JOB_WANTED, JOB_TAKEN]] = kind, rows, wanted, 0
+            self._job[[pack.JOB_KIND, pack.JOB_ROWS, pack.JOB_WANTED, pack.JOB_TAKEN]] = kind, rows, wanted, 0
             with self._wake:
                 self._jobs += 1
                 if self._sleeping:
@@ -197,7 +190,7 @@ class CpuEngine:
 
     def rest(self) -> None:
         """Let the helpers sleep at once, until this engine's next step."""
-        self._job[JOB_NUMBER] = -1
+        self._job[pack.JOB_NUMBER] = -1
 
     def length(self, slot: int) -> int:
         return int(self.lengths[slot])
@@ -237,7 +230,7 @@ class CpuEngine:
             self._wanted[wanted : wanted + feed.wanted] = range(row + new - feed.wanted, row + new)
             self.lengths[feed.slot] += new
             row, wanted = row + new, wanted + feed.wanted
-        self._run(FORWARD, row, wanted)
+        self._run(pack.FORWARD, row, wanted)
         stride = self.shape.logits_stride
         flat = self._memory["logits"][: wanted * stride].view(np.float32)
         logits = flat.reshape(wanted, stride // 4)[:, : self.config.vocab_size]
@@ -248,7 +241,7 @@ class CpuEngine:
         for start in range(0, len(requests), self.rows):
             part = requests[start : start + self.rows]
             self._requests[: len(part)] = part
-            self._run(SAMPLING, len(part), 0)
+            self._run(pack.SAMPLING, len(part), 0)
             part[:] = self._requests[: len(part)]
 
     def encode(
@@ -287,7 +280,7 @@ class CpuEngine:
                 assert numbers.min() >= 0 and numbers.max() < max(1, c.segments), "a segment is in the table"
                 self._positions[:rows] += c.context * numbers  # a segment has position rows of its own
             self._wanted[:rows] = np.arange(rows)
-            self._run(FORWARD, rows, rows)
+            self._run(pack.FORWARD, rows, rows)
             hidden = self._memory["logits"].view(np.float32)[: rows * stride].reshape(rows, stride)[:, : c.width].copy()
         return np.split(hidden, np.cumsum(lengths)[:-1])
 
@@ -297,15 +290,14 @@ class CpuEngine:
 
     def copy(self, source: int, target: int, length: int) -> None:
         assert length <= self.lengths[source]
-        c, blocks = self.config, -(-length // LANES)
-        keys = self._memory["keys"].view(np.float32).reshape(self.slots, c.layers, c.heads, -1, c.head_width * LANES)
-        values = (
-            self._memory["values"]
-            .view(np.float32)
-            .reshape(self.slots, c.layers, c.heads, -1, self.shape.capacity, LANES)
-        )
-        keys[target, :, :, :blocks] = keys[source, :, :, :blocks]
-        values[target, :, :, :, :length] = values[source, :, :, :, :length]
+        c, shape, lane = self.config, self.shape, LANES * self.shape.cache_item
+        keys, values = (self._memory[name].reshape(self.slots, c.layers, c.heads, -1) for name in ("keys", "values"))
+        parts = [(keys, 0, -(-length // LANES) * c.head_width * lane)]
+        parts += [(values, n * shape.capacity * lane, length * lane) for n in range(-(-c.head_width // LANES))]
+        if shape.cache_item == 1:
+            parts += [(array, array.shape[3] - 4 * shape.capacity, 4 * length) for array in (keys, values)]
+        for array, start, size in parts:
+            array[target, ..., start : start + size] = array[source, ..., start : start + size]
         self.lengths[target] = length
 
     def close(self) -> None:
@@ -314,7 +306,7 @@ class CpuEngine:
         TURNS.leave(self)
         with self._wake:
             self._closed = True
-            self._job[JOB_NUMBER] = -1
+            self._job[pack.JOB_NUMBER] = -1
             self._wake.notify_all()
         for helper in self._helpers:
             helper.join()

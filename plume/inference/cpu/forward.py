@@ -10,51 +10,17 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
-from plume.inference.cpu import lanes, tiles
-from plume.inference.cpu.arithmetic import (
-    ONE,
-    activate,
-    exp,
-    gather,
-    multiply_panels,
-    normalise,
-    padded,
-    quantise,
-    share,
-)
-from plume.inference.cpu.lanes import compiled, entry
-from plume.inference.cpu.pack import (
-    ATTN_NORM,
-    DOWN,
-    DOWN_BIAS,
-    FINAL_NORM,
-    HEAD,
-    JOB_BARRIER,
-    JOB_KIND,
-    JOB_NUMBER,
-    JOB_ROWS,
-    JOB_TAKEN,
-    JOB_WANTED,
-    MLP_NORM,
-    OUT,
-    OUT_BIAS,
-    PER_LAYER,
-    POSITIONS,
-    QKV,
-    QKV_BIAS,
-    SAMPLING,
-    TOKENS,
-    UP,
-    UP_BIAS,
-    Shape,
-)  # fmt: skip
+from plume.inference.cpu import arithmetic, lanes, pack, tiles
+from plume.inference.cpu.arithmetic import activate, gather, multiply_panels, normalise, padded, quantise, share
+from plume.inference.cpu.lanes import compiled, entry, linked
+from plume.inference.cpu.pack import DOWN, DOWN_BIAS, OUT, OUT_BIAS, QKV, QKV_BIAS, UP, UP_BIAS, Shape
 from plume.inference.cpu.panels import GROUP, LANES, PANEL
 from plume.inference.cpu.sampling import Work, answer_all
 
 FEW, MANY = (4, 12) if lanes.WIDE else (2, 6)  # neighbouring queries that attend together
 BESIDE = 2 if lanes.WIDE else 1  # blocks that many meet together: their sums fill the registers
 mix_1, mix_1x4, mix_few, mix_few_2, mix_many, mix_many_beside = (
-    tiles.tile(tiles.float_tile(q, p)) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, BESIDE))
+    tiles.tile_of_cache(q, p) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, BESIDE))
 )
 
 if sys.platform == "win32":
@@ -81,25 +47,44 @@ def wait_for(address: int, target: int) -> None:
 def meet(job: int, threads: int, meetings: int) -> int:
     """The barrier: nobody goes on before all have come. Counts only ever grow, so nothing needs resetting."""
     meetings += 1
-    lanes.atomic_add(job + 8 * JOB_BARRIER, 1)
-    wait_for(job + 8 * JOB_BARRIER, meetings * threads)
+    lanes.atomic_add(job + 8 * pack.JOB_BARRIER, 1)
+    wait_for(job + 8 * pack.JOB_BARRIER, meetings * threads)
     return meetings
+
+
+@compiled
+def keep(x: Any, item: int, at: int, start: int, jump: int, step: int, scale: int) -> None:
+    """Write numbers into the cache, so many bytes each: LANES of them a step apart, the next ones a jump further on.
+    In bytes they share a scale."""
+    end = start + x.size * max(jump, step)
+    if item == 4:
+        floats = carray(lanes.floats_at(at), (end,))
+        for d in range(x.size):
+            floats[start + d // LANES * jump + d % LANES * step] = x[d]
+    elif item == 2:
+        halves = carray(lanes.halves_at(at), (end,))
+        for d in range(x.size):
+            halves[start + d // LANES * jump + d % LANES * step] = arithmetic.bits_of_half(x[d])
+    else:
+        codes, largest = carray(lanes.bytes_at(at), (end,)), np.float32(1e-30)
+        for d in range(x.size):
+            largest = lanes.larger(largest, abs(x[d]))
+        inverse = np.float32(127) / largest
+        for d in range(x.size):
+            codes[start + d // LANES * jump + d % LANES * step] = np.int32(np.floor(x[d] * inverse + arithmetic.HALF))
+        carray(lanes.floats_at(scale), (1,))[0] = largest / np.float32(127)
 
 
 @compiled
 def remember(shape: Shape, m: int, head: int, position: int, keys: int, values: int) -> None:
     """Write a row's key (16 positions side by side) and value (16 numbers side by side) of one head."""
-    size, capacity = shape.head_width, shape.capacity
-    blocks = (size + LANES - 1) // LANES
+    size, capacity, item = shape.head_width, shape.capacity, shape.cache_item
     row = shape.qkv + m * shape.qkv_stride + head * size * 4
-    new_key = carray(lanes.floats_at(row + shape.width * 4), (size,))
-    new_value = carray(lanes.floats_at(row + 2 * shape.width * 4), (size,))
-    all_keys = carray(lanes.floats_at(keys), (capacity * size,))
-    all_values = carray(lanes.floats_at(values), (capacity * blocks * LANES,))
-    base = (position // LANES) * size * LANES + position % LANES
-    for d in range(size):
-        all_keys[base + d * LANES] = new_key[d]
-        all_values[((d // LANES) * capacity + position) * LANES + d % LANES] = new_value[d]
+    key = carray(lanes.floats_at(row + shape.width * 4), (size,))
+    value = carray(lanes.floats_at(row + 2 * shape.width * 4), (size,))
+    start, scale = position // LANES * size * LANES + position % LANES, (position - capacity) * 4
+    keep(key, item, keys, start, LANES * LANES, LANES, keys + shape.key_bytes + scale)
+    keep(value, item, values, position * LANES, capacity * LANES, 1, values + shape.value_bytes + scale)
 
 
 @compiled
@@ -120,36 +105,46 @@ def soften(scores: int, before: int, count: int, after: int, scale: Any) -> Any:
     for i in range(count):
         largest = lanes.larger(largest, x[i])
     for i in range(count):
-        x[i] = exp((x[i] - largest) * scale)
+        x[i] = arithmetic.exp((x[i] - largest) * scale)
         total += x[i]
     return total
 
 
 @compiled
+def multiply_by(numbers: int, scales: int, count: int) -> None:
+    x, factors = carray(lanes.floats_at(numbers), (count,)), carray(lanes.floats_at(scales), (count,))
+    for i in range(count):
+        x[i] *= factors[i]
+
+
+@entry
 def mix(
-    queries: int, at: int, block_stride: int, blocks: int, values: int, stride: int, out: int, out_stride: int,
-    depth: int,
+    item: int, queries: int, at: int, block_stride: int, blocks: int, values: int, stride: int, out: int,
+    out_stride: int, depth: int,
 ) -> None:  # fmt: skip
     """So many queries times blocks of 16 keys, or their weights times blocks of 16 columns of the values."""
     b = 0
     while b < blocks:
         a, o, taken = at + b * block_stride, out + b * LANES * 4, 1
         if queries == 1 and b + 4 <= blocks:
-            mix_1x4(a, block_stride, values, stride, 0, o, out_stride, depth)
+            mix_1x4(item, a, block_stride, values, stride, 0, o, out_stride, depth)
             taken = 4
         elif queries == 1:
-            mix_1(a, 0, values, stride, 0, o, out_stride, depth)
+            mix_1(item, a, 0, values, stride, 0, o, out_stride, depth)
         elif queries == MANY and b + BESIDE <= blocks:
-            mix_many_beside(a, block_stride, values, stride, 0, o, out_stride, depth)
+            mix_many_beside(item, a, block_stride, values, stride, 0, o, out_stride, depth)
             taken = BESIDE
         elif queries == MANY:
-            mix_many(a, 0, values, stride, 0, o, out_stride, depth)
+            mix_many(item, a, 0, values, stride, 0, o, out_stride, depth)
         elif b + 2 <= blocks:
-            mix_few_2(a, block_stride, values, stride, 0, o, out_stride, depth)
+            mix_few_2(item, a, block_stride, values, stride, 0, o, out_stride, depth)
             taken = 2
         else:
-            mix_few(a, 0, values, stride, 0, o, out_stride, depth)
+            mix_few(item, a, 0, values, stride, 0, o, out_stride, depth)
         b += taken
+
+
+mix_all = linked(mix, 10)
 
 
 @compiled
@@ -159,27 +154,32 @@ def attend(
 ) -> None:  # fmt: skip
     """Attention of one head for 1, FEW or MANY neighbouring rows of one sequence, the first at this position, to the
     keys before `until`; where attention is causal, each row sees none behind its own."""
-    size, capacity = shape.head_width, shape.capacity
+    size, capacity, item = shape.head_width, shape.capacity, shape.cache_item
     blocks = (size + LANES - 1) // LANES
     band = shape.band if layer % 2 else 0
     low_block = max(0, position - band + 1) // LANES if band else 0
     first, key_blocks = low_block * LANES, (until + LANES - 1) // LANES - low_block
     query = shape.qkv + m * shape.qkv_stride + head * size * 4
     scores, out = memory, memory + MANY * shape.scores_stride
-    at, block = keys + low_block * size * LANES * 4, size * LANES * 4
-    mix(queries, at, block, key_blocks, query, shape.qkv_stride, scores, shape.scores_stride, size)
-    scale = ONE / np.sqrt(np.float32(size))
+    at, block = keys + low_block * size * LANES * item, size * LANES * item
+    mix_all(item, queries, at, block, key_blocks, query, shape.qkv_stride, scores, shape.scores_stride, size)
+    scale = arithmetic.ONE / np.sqrt(np.float32(size))
     totals = carray(lanes.floats_at(out + MANY * blocks * LANES * 4), (MANY,))
     for q in range(queries):
         low = max(0, position + q - band + 1) if band else 0
         high = position + q + 1 if shape.causal else until
-        totals[q] = soften(scores + q * shape.scores_stride, low - first, high - low, until - high, scale)
-    at, block = values + first * LANES * 4, capacity * LANES * 4
-    mix(queries, at, block, blocks, scores, shape.scores_stride, out, blocks * LANES * 4, until - first)
+        row = scores + q * shape.scores_stride
+        if item == 1:
+            multiply_by(row + (low - first) * 4, keys + shape.key_bytes + (low - capacity) * 4, high - low)
+        totals[q] = soften(row, low - first, high - low, until - high, scale)
+        if item == 1:
+            multiply_by(row + (low - first) * 4, values + shape.value_bytes + (low - capacity) * 4, high - low)
+    at, block = values + first * LANES * item, capacity * LANES * item
+    mix_all(item, queries, at, block, blocks, scores, shape.scores_stride, out, blocks * LANES * 4, until - first)
     for q in range(queries):
         source = carray(lanes.floats_at(out + q * blocks * LANES * 4), (size,))
         target = carray(lanes.floats_at(shape.mixed + (m + q) * shape.width_stride + head * size * 4), (size,))
-        share = ONE / totals[q]
+        share = arithmetic.ONE / totals[q]
         for d in range(size):
             target[d] = source[d] * share
 
@@ -194,18 +194,10 @@ def neighbours(slots: Any, positions: Any, m: int, rows: int) -> int:
 
 
 @compiled
-def cache_sizes(shape: Shape) -> tuple[int, int]:
-    """Bytes of the keys and of the values of one head of one sequence."""
-    blocks = (shape.head_width + LANES - 1) // LANES
-    return shape.capacity * shape.head_width * 4, shape.capacity * blocks * LANES * 4
-
-
-@compiled
 def whole_attention(shape: Shape, layer: int, thread: int, slots: Any, rows: int, memory: int) -> None:
     """This thread's share of the heads of all sequences, each of which is read as a whole: its keys and values are
     needed no longer than its own attention takes, and stay near the core."""
-    key_bytes, value_bytes = cache_sizes(shape)
-    keys, values = shape.keys + thread * key_bytes, shape.values + thread * value_bytes
+    keys, values = shape.keys + thread * shape.key_bytes, shape.values + thread * shape.value_bytes
     items = (slots[rows - 1] + 1) * shape.heads
     low, high = items * thread // shape.threads, items * (thread + 1) // shape.threads
     first = 0
@@ -232,17 +224,16 @@ def attention(shape: Shape, layer: int, thread: int, slots: Any, positions: Any,
     if not shape.cached:
         whole_attention(shape, layer, thread, slots, rows, memory)
         return
-    key_bytes, value_bytes = cache_sizes(shape)
     for head in range(shape.heads * thread // shape.threads, shape.heads * (thread + 1) // shape.threads):
         for m in range(rows):
             owner = (slots[m] * shape.layers + layer) * shape.heads + head
-            keys, values = shape.keys + owner * key_bytes, shape.values + owner * value_bytes
+            keys, values = shape.keys + owner * shape.key_bytes, shape.values + owner * shape.value_bytes
             remember(shape, m, head, positions[m], keys, values)
         m = 0
         while m < rows:
             queries, position = neighbours(slots, positions, m, rows), positions[m]
             owner = (slots[m] * shape.layers + layer) * shape.heads + head
-            keys, values = shape.keys + owner * key_bytes, shape.values + owner * value_bytes
+            keys, values = shape.keys + owner * shape.key_bytes, shape.values + owner * shape.value_bytes
             attend(shape, layer, head, keys, values, position, position + queries, m, queries, memory)
             m += queries
 
@@ -252,8 +243,9 @@ def embed(shape: Shape, table: Any, token: int, position: int, out: int) -> None
     """Token row, gathered out of panels (the output head's own where they are tied), plus position row."""
     width = shape.width
     x = carray(lanes.floats_at(out), (width,))
-    gather(shape.kind, table[shape.layers * PER_LAYER + TOKENS], width, token, out)
-    places = carray(lanes.floats_at(table[shape.layers * PER_LAYER + POSITIONS]), (1 + (position + 1) * width,))
+    at = table[shape.layers * pack.PER_LAYER :]
+    gather(shape.kind, at[pack.TOKENS], width, token, out)
+    places = carray(lanes.floats_at(at[pack.POSITIONS]), (1 + (position + 1) * width,))
     factor, row = places[0], 1 + position * width
     for i in range(width):
         x[i] = x[i] * factor + places[row + i]
@@ -306,8 +298,8 @@ def forward(
         embed(shape, table, tokens[m], positions[m], shape.x + m * shape.width_stride)
     meetings = meet(job, threads, meetings)
     for layer in range(shape.layers):
-        at = table[layer * PER_LAYER : (layer + 1) * PER_LAYER]
-        prepare(shape, at[ATTN_NORM], act, codes, depth, low, high)
+        at = table[layer * pack.PER_LAYER : (layer + 1) * pack.PER_LAYER]
+        prepare(shape, at[pack.ATTN_NORM], act, codes, depth, low, high)
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(3 * width, thread, threads)
@@ -327,7 +319,7 @@ def forward(
         base = act if shape.post_norm else shape.x
         return_to_stream(shape, at[OUT], at[OUT_BIAS], depth, mixed, mixed_stride, base, rows, thread)
         meetings = meet(job, threads, meetings)
-        prepare(shape, at[MLP_NORM], act, codes, depth, low, high)
+        prepare(shape, at[pack.MLP_NORM], act, codes, depth, low, high)
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(shape.hidden, thread, threads)
@@ -352,10 +344,10 @@ def forward(
 @compiled
 def head(shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int, depth: int, meetings: int) -> int:
     """Final norm of the wanted rows, and the logits of a model that continues text."""
-    threads, at = shape.threads, table[shape.layers * PER_LAYER :]
-    act = shape.act if shape.cached else shape.logits
+    threads, at = shape.threads, table[shape.layers * pack.PER_LAYER :]
+    act, norm = shape.act if shape.cached else shape.logits, at[pack.FINAL_NORM]
     for m in range(rows * thread // threads, rows * (thread + 1) // threads):
-        normalise(shape.x + wanted[m] * shape.width_stride, act + m * shape.width_stride, shape.width, at[FINAL_NORM])
+        normalise(shape.x + wanted[m] * shape.width_stride, act + m * shape.width_stride, shape.width, norm)
         if shape.cached and shape.int8:
             row = shape.codes + m * shape.codes_stride
             quantise(act + m * shape.width_stride, shape.width, row, depth, 0, depth // GROUP)
@@ -366,7 +358,7 @@ def head(shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int
     begin, end = share(shape.vocab, thread, threads)
     panel = shape.panels + thread * shape.panel_bytes
     multiply_panels(
-        shape.kind, at[HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride, panel
+        shape.kind, at[pack.HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride, panel
     )
     return meet(job, threads, meetings)
 
@@ -381,24 +373,24 @@ def work_on(
     threads run the same machine code. Returns the last job and how many meetings there have been."""
     if thread == 0:
         # a leader leaves a job after everybody's last meeting, so the counter is right, even where Ctrl-C came between
-        meetings = lanes.atomic_load(address + 8 * JOB_BARRIER) // shape.threads
-        lanes.atomic_store(address + 8 * JOB_NUMBER, number)
+        meetings = lanes.atomic_load(address + 8 * pack.JOB_BARRIER) // shape.threads
+        lanes.atomic_store(address + 8 * pack.JOB_NUMBER, number)
     idle = 0
     while idle < patience:
-        number = lanes.atomic_load(address + 8 * JOB_NUMBER)
+        number = lanes.atomic_load(address + 8 * pack.JOB_NUMBER)
         if number < 0:
             return done, meetings
         if number == done:
             lanes.pause()
             idle += 1
             continue
-        if job[JOB_KIND] == SAMPLING:
-            answer_all(requests, job[JOB_ROWS], address + 8 * JOB_TAKEN, work)
+        if job[pack.JOB_KIND] == pack.SAMPLING:
+            answer_all(requests, job[pack.JOB_ROWS], address + 8 * pack.JOB_TAKEN, work)
             meetings = meet(address, shape.threads, meetings)
         else:
+            rows, heads_wanted = job[pack.JOB_ROWS], job[pack.JOB_WANTED]
             meetings = forward(
-                shape, table, address, thread, tokens, slots, positions, wanted, job[JOB_ROWS], job[JOB_WANTED],
-                meetings,
-            )  # fmt: skip
+                shape, table, address, thread, tokens, slots, positions, wanted, rows, heads_wanted, meetings
+            )
         done, idle = number, 0 if thread else patience
     return done, meetings

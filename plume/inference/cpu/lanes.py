@@ -169,6 +169,14 @@ def float_of_bits(typing: Any, bits: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
+@intrinsic
+def bits_of_float(typing: Any, number: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], I32)
+
+    return types.int32(types.float32), codegen
+
+
 # ---- machine code on disk -------------------------------------------------------------------------------------------
 
 Code = TypeVar("Code", bound=Callable[..., Any])

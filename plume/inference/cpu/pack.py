@@ -24,17 +24,8 @@ import numpy as np
 
 from plume.config import ModelConfig
 from plume.hf.weights import weight_files
-from plume.inference.cpu.panels import (
-    KINDS,
-    PANEL,
-    Array,
-    Precision,
-    PrecisionOrAuto,
-    float24_holds,
-    padded,
-    panel_bytes,
-)
-from plume.inference.cpu.panels import panels as weight_panels
+from plume.inference.cpu import panels as forms
+from plume.inference.cpu.panels import PANEL, Array, Precision, PrecisionOrAuto, padded
 from plume.util.hub import is_bundled
 from plume.util.places import user_cache
 
@@ -87,6 +78,9 @@ class Shape(NamedTuple):
     panel_bytes: int
     keys: int
     values: int
+    cache_item: int  # bytes of a number of a key or value
+    key_bytes: int  # of one head of one slot; scales of the positions, where there are any, are at the end
+    value_bytes: int
     width_stride: int  # row lengths of the working memory
     qkv_stride: int
     middle_stride: int
@@ -130,7 +124,7 @@ def entries(
     state: Mapping[str, Array], config: ModelConfig, precision: Precision, *, logits: bool
 ) -> list[Array | None]:
     """The blocks in the order of the kernels' table. Each norm stands with the product that it feeds."""
-    panels, epsilon = partial(weight_panels, precision=precision), np.array([config.norm_eps], np.float32)
+    panels, epsilon = partial(forms.panels, precision=precision), np.array([config.norm_eps], np.float32)
 
     def norm(name: str) -> Array:
         return np.concatenate([state[f"{name}.weight"], state[f"{name}.bias"], epsilon]).astype(np.float32)
@@ -195,7 +189,7 @@ def pack(model: Model, precision: PrecisionOrAuto) -> Packed:
     state = {name: tensor.detach().float().cpu().numpy() for name, tensor in model.state_dict().items()}
     if precision == "auto":
         matrices = [weight for name, weight in state.items() if weight.ndim == 2 and not name.startswith(ADDED)]
-        precision = "float24" if all(float24_holds(weight) for weight in matrices) else "float32"
+        precision = "float24" if all(forms.float24_holds(weight) for weight in matrices) else "float32"
     logits = generates(model.config, model.kind)
     blocks = entries(state, model.config, precision, logits=logits)
     offsets, size = layout([0 if part is None else part.nbytes for part in blocks])
@@ -210,7 +204,7 @@ def entry_sizes(config: ModelConfig, precision: Precision, *, logits: bool = Tru
     """Bytes of each entry, without the weights; 0 where there is none."""
 
     def panels(n: int, k: int) -> int:
-        return padded(n) // PANEL * panel_bytes(KINDS[precision], k)
+        return padded(n) // PANEL * forms.panel_bytes(forms.KINDS[precision], k)
 
     def matrix(n: int, k: int) -> list[int]:
         return [panels(n, k), 4 * padded(n)]

@@ -8,12 +8,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from plume.config import CachePrecision
+
 Array = np.ndarray[Any, Any]
 Precision = Literal["float32", "float24", "int8", "int4"]
 PrecisionOrAuto = Precision | Literal["auto"]
 # what compiled code knows a precision by
 KINDS: dict[Precision, int] = {"float32": 0, "float24": 1, "int8": 2, "int4": 3}
 FLOAT32, FLOAT24, INT8, INT4 = KINDS.values()
+CACHE_BYTES: dict[CachePrecision, int] = {"float32": 4, "float16": 2, "int8": 1}  # of a number of a key or value
 
 LANES = 16  # numbers in one vector; the compiler cuts it into what the machine has
 PANEL = 32  # weight rows standing side by side in memory

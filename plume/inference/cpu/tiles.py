@@ -12,32 +12,16 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from plume.inference.cpu import lanes
 from plume.inference.cpu.byte_products import dot4, half_floats, levels_of, signed_dot4
-from plume.inference.cpu.lanes import (
-    F32,
-    FLOATS,
-    I8,
-    I16,
-    I32,
-    I64,
-    INTS,
-    SIGNED_DOT,
-    WIDE,
-    intrinsic,
-    load,
-    multiply_add,
-    pointer_to,
-    splat,
-    times,
-    whole,
-)  # fmt: skip
-from plume.inference.cpu.panels import FIXED, FULL, GROUP, HEADER, LANES, PANEL, SMALL_GROUP
+from plume.inference.cpu.lanes import FLOATS, INTS, intrinsic, load, multiply_add, pointer_to, splat, times, whole
+from plume.inference.cpu.panels import CACHE_BYTES, FIXED, FULL, GROUP, HEADER, LANES, PANEL, SMALL_GROUP
 
 NEAR, FAR = 2048, 8192  # bytes that weights are fetched before they are needed: to the core, and out of memory
 # tokens in a tile: as many sums as the registers hold, then the rest
-TOGETHER = (12, 8, 4, 2, 1) if WIDE else (3, 2, 1)
+TOGETHER = (12, 8, 4, 2, 1) if lanes.WIDE else (3, 2, 1)
 # with so many, a panel is taken in two halves: as many sums, and half as many weights to hold beside them
-HALVED = () if WIDE else (6,)
+HALVED = () if lanes.WIDE else (6,)
 WHOLE, HALVES = range(PANEL // LANES), [range(v, v + 1) for v in range(PANEL // LANES)]  # vectors of a panel
 SUMMED = 128  # float products that are added up before their sum is added to the others
 
@@ -55,7 +39,7 @@ def _fetch(
     """Ask for the bytes that these panels will need soon after this offset. Behind a panel's end its neighbour begins,
     which is being read already, so from there on those are meant that a hop further on are next."""
     pointer = ir.PointerType()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+    kind = ir.FunctionType(ir.VoidType(), [pointer, lanes.I32, lanes.I32, lanes.I32])
     fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", [], kind)
     for ahead, closeness in ((NEAR, 3), (FAR, 1)) if from_memory else ((NEAR, 3),):
         place = builder.add(offset, whole(ahead))
@@ -64,15 +48,23 @@ def _fetch(
         for panel in panels:
             for line in range(0, size, 64):
                 at = builder.inttoptr(builder.add(panel, builder.add(place, whole(line))), pointer)
-                builder.call(fetch, [at, *(ir.Constant(I32, n) for n in (0, closeness, 1))])
+                builder.call(fetch, [at, *(ir.Constant(lanes.I32, n) for n in (0, closeness, 1))])
 
 
-def float_tile(tokens: int, panels: int) -> Emit:
-    """Plain floats: out[t, p, :] = start + sum over k of values[t, k] * weights[p, k, :], panels one vector wide.
+def cache_tile(tokens: int, panels: int, item: int) -> Emit:
+    """Keys or values, numbers of 4, 2 or 1 bytes: out[t, p, :] = start + sum over k of values[t, k] * weights[p, k, :],
+    panels one vector wide.
 
     Addresses and strides are in bytes; a start of 0 begins at zero.
     """
-    return _sum_of_products(tokens, panels, LANES * 4, 0, lambda builder, row: [load(builder, row, 0, FLOATS)])
+
+    def read(builder: Any, row: Any) -> list[Any]:
+        if item == 1:
+            codes = load(builder, row, 0, ir.VectorType(lanes.I8, LANES), align=LANES)
+            return [builder.sitofp(builder.sext(codes, INTS), FLOATS)]
+        return [load(builder, row, 0, FLOATS) if item == 4 else half_floats(builder, row, 0)]
+
+    return _sum_of_products(tokens, panels, LANES * item, 0, read)
 
 
 def scaled_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
@@ -93,8 +85,8 @@ def fixed_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
 def _fixed(builder: Any, row: Any, part: range = WHOLE) -> list[Any]:
     found = []
     for v in part:
-        high = load(builder, row, v * LANES * 2, ir.VectorType(I16, LANES), align=32)
-        low = load(builder, row, PANEL * 2 + v * LANES, ir.VectorType(I8, LANES), align=16)
+        high = load(builder, row, v * LANES * 2, ir.VectorType(lanes.I16, LANES), align=32)
+        low = load(builder, row, PANEL * 2 + v * LANES, ir.VectorType(lanes.I8, LANES), align=16)
         high = builder.shl(builder.sext(high, INTS), ir.Constant(INTS, [8] * LANES))
         found.append(builder.sitofp(builder.or_(high, builder.zext(low, INTS)), FLOATS))
     return found
@@ -121,7 +113,7 @@ def _sum_of_products(
             if header:  # weights come from memory, keys and values are in the cache
                 _fetch(builder, panel_at, offset, step, end, hop, from_memory=first_reader(tokens))
             for t in range(tokens):
-                value = splat(builder, load(builder, token_at[t], four, F32))
+                value = splat(builder, load(builder, token_at[t], four, lanes.F32))
                 for i in range(panels * vectors):
                     place = t * panels * vectors + i
                     sums[place] = multiply_add(builder, value, w[i], sums[place])
@@ -163,10 +155,10 @@ def int8_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
     a token is its bytes, then one scale per group, then what each group's sum starts from."""
 
     def scales(builder: Any, group: Any, v: int) -> Any:
-        half = load(builder, group, v * 2 * LANES, ir.VectorType(I16, LANES), align=32)
+        half = load(builder, group, v * 2 * LANES, ir.VectorType(lanes.I16, LANES), align=32)
         return builder.bitcast(builder.shl(builder.zext(half, INTS), ir.Constant(INTS, [16] * LANES)), FLOATS)
 
-    return _bytes_times_bytes(tokens, panels, part, (GROUP, 2 * PANEL, 4), scales, dot4, packed=True)
+    return _bytes_times_bytes(tokens, panels, part, (GROUP, 2 * PANEL, 4), scales, dot4)
 
 
 def level_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
@@ -176,17 +168,31 @@ def level_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
     def scales(builder: Any, group: Any, v: int) -> Any:
         return load(builder, group, v * 4 * LANES, FLOATS, align=64)
 
-    add = signed_dot4 if SIGNED_DOT else dot4
-    return _bytes_times_bytes(tokens, panels, part, (SMALL_GROUP, 4 * PANEL, 8), scales, add, packed=False)
+    add = signed_dot4 if lanes.SIGNED_DOT else dot4
+    return _bytes_times_bytes(tokens, panels, part, (SMALL_GROUP, 4 * PANEL, 8), scales, add, fetched=False)
+
+
+def int4_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
+    """The same with int4 groups as they were packed: scales of half precision, then codes, those of columns 16 apart
+    in one byte. Tokens are as for int8, with what the sum of each small group starts from behind."""
+
+    def scales(builder: Any, group: Any, v: int) -> Any:
+        return half_floats(builder, group, v * 2 * LANES)
+
+    add = signed_dot4 if lanes.SIGNED_DOT else dot4
+    return _bytes_times_bytes(tokens, panels, part, (SMALL_GROUP, 2 * PANEL, 8), scales, add, packed=2)
 
 
 def _bytes_times_bytes(
-    tokens: int, panels: int, part: range, sizes: tuple[int, int, int], scales: Any, add: Any, *, packed: bool
-) -> Emit:
-    """A tile over groups of bytes. Sizes are those of a group, of the scales before its bytes, and of what is in a
-    token between its bytes and its starts, for each large group."""
+    tokens: int, panels: int, part: range, sizes: tuple[int, int, int], scales: Any, add: Any, *, packed: int = 1,
+    fetched: bool = True,
+) -> Emit:  # fmt: skip
+    """A tile over groups of bytes, each of which holds one weight or two. Sizes are those of a group, of the scales
+    before its bytes, and of what is in a token between its bytes and its starts, for each large group. An unpacked
+    panel is near already and not fetched."""
     size, header, between = sizes
-    vectors, group_bytes = len(part), header + size * PANEL
+    vectors, group_bytes = len(part), header + size * PANEL // packed
+    together = 4 // packed  # loads of a round, 16 columns or twice 8
 
     def emit(builder: Any, args: Any) -> None:
         weights, panel_stride, values, token_stride, start, out, out_stride, groups = args
@@ -197,37 +203,40 @@ def _bytes_times_bytes(
         end, hop = builder.mul(count, whole(group_bytes)), builder.mul(panel_stride, whole(panels - 1))
 
         def group(g: Any, sums: list[Any]) -> list[Any]:
-            at = builder.add(start_offset, builder.mul(g, whole(4)))
-            begins = [splat(builder, load(builder, token, at, I32)) for token in token_at]
-            group_at = builder.mul(g, whole(group_bytes))
+            at, nothing = builder.add(start_offset, builder.mul(g, whole(4))), ir.Constant(INTS, [0] * LANES)
+            begins = [
+                nothing if lanes.SIGNED_DOT else splat(builder, load(builder, one, at, lanes.I32)) for one in token_at
+            ]
+            group_at, far = builder.mul(g, whole(group_bytes)), first_reader(tokens)
+            if packed == 2:
+                _fetch(builder, panel_at, group_at, group_bytes, end, hop, from_memory=far)
             bases = [builder.add(at, group_at) for at in panel_at]
             bytes_at = [builder.add(at, builder.mul(g, whole(size))) for at in token_at]
 
             def steps(j: Any, totals: list[Any]) -> list[Any]:
                 totals = list(totals)
-                for u in range(4):
-                    quad = builder.add(builder.mul(j, whole(16)), whole(4 * u))
+                for u in range(together):
+                    quad = builder.add(builder.mul(j, whole(4 * together)), whole(4 * u))
                     row = builder.mul(quad, whole(PANEL))
-                    w = [
-                        load(builder, base, builder.add(row, whole(header + v * 4 * LANES)), INTS, align=64)
-                        for base in bases
-                        for v in part
-                    ]
-                    if packed:  # an unpacked panel is near already
-                        at, far = builder.add(group_at, row), first_reader(tokens)
+                    places = [builder.add(row, whole(header + v * 4 * LANES)) for v in part]
+                    w = [load(builder, base, at, INTS, align=64) for base in bases for at in places]
+                    if fetched and packed == 1:
+                        at = builder.add(group_at, row)
                         _fetch(builder, panel_at, at, vectors * LANES * 4, end, hop, from_memory=far)
+                    sides = [w] if packed == 1 else list(zip(*(_unpacked(builder, both) for both in w), strict=True))
                     for t in range(tokens):
-                        value = splat(builder, load(builder, bytes_at[t], quad, I32))
-                        for i in range(panels * vectors):
-                            place = t * panels * vectors + i
-                            totals[place] = add(builder, totals[place], w[i], value)
+                        for side, levels in enumerate(sides):
+                            at = builder.add(quad, whole(side * size // 2))
+                            value = splat(builder, load(builder, bytes_at[t], at, lanes.I32))
+                            for i in range(panels * vectors):
+                                place = t * panels * vectors + i
+                                totals[place] = add(builder, totals[place], levels[i], value)
                 return totals
 
             first = [begins[t] for t in range(tokens) for _ in range(panels * vectors)]
             totals = times(builder, whole(size // 16), first, steps)
-            large = builder.udiv(g, whole(GROUP // size))
-            at = builder.add(scale_offset, builder.mul(large, whole(4)))
-            scale = [splat(builder, load(builder, token, at, F32)) for token in token_at]
+            at = builder.add(scale_offset, builder.mul(builder.udiv(g, whole(GROUP // size)), whole(4)))
+            scale = [splat(builder, load(builder, token, at, lanes.F32)) for token in token_at]
             return _scaled(builder, totals, sums, [scales(builder, base, v) for base in bases for v in part], scale)
 
         first = _starts(builder, start, panels * vectors, part.start) * tokens
@@ -250,61 +259,6 @@ def _unpacked(builder: Any, both: Any) -> tuple[Any, Any]:
     low = builder.and_(both, ir.Constant(INTS, [0x0F0F0F0F] * LANES))
     high = builder.and_(builder.lshr(both, ir.Constant(INTS, [4] * LANES)), ir.Constant(INTS, [0x0F0F0F0F] * LANES))
     return levels_of(builder, low), levels_of(builder, high)
-
-
-def int4_tile(tokens: int, panels: int, part: range = WHOLE) -> Emit:
-    """The same with int4 groups as they were packed: scales of half precision, then codes, those of columns 16 apart
-    in one byte. Tokens are as for int8, with what the sum of each small group starts from behind."""
-    vectors, group_bytes = len(part), 2 * PANEL + SMALL_GROUP * PANEL // 2
-    add = signed_dot4 if SIGNED_DOT else dot4
-
-    def emit(builder: Any, args: Any) -> None:
-        weights, panel_stride, values, token_stride, start, out, out_stride, groups = args
-        panel_at = [builder.add(weights, builder.mul(panel_stride, whole(p))) for p in range(panels)]
-        token_at = [builder.add(values, builder.mul(token_stride, whole(t))) for t in range(tokens)]
-        scale_offset = builder.mul(groups, whole(GROUP))
-        start_offset = builder.mul(groups, whole(GROUP + 8))
-        count = builder.mul(groups, whole(2))
-        end, hop = builder.mul(count, whole(group_bytes)), builder.mul(panel_stride, whole(panels - 1))
-
-        def group(g: Any, sums: list[Any]) -> list[Any]:
-            group_at = builder.mul(g, whole(group_bytes))
-            _fetch(builder, panel_at, group_at, group_bytes, end, hop, from_memory=first_reader(tokens))
-            bytes_at = [builder.add(at, builder.mul(g, whole(SMALL_GROUP))) for at in token_at]
-
-            def steps(j: Any, totals: list[Any]) -> list[Any]:
-                totals = list(totals)
-                row = builder.add(group_at, builder.mul(j, whole(4 * PANEL)))
-                both = [
-                    load(builder, at, builder.add(row, whole(2 * PANEL + v * 4 * LANES)), INTS, align=64)
-                    for at in panel_at
-                    for v in part
-                ]
-                w = [_unpacked(builder, vector) for vector in both]
-                for t in range(tokens):
-                    for side in (0, 1):
-                        quad = builder.add(builder.mul(j, whole(4)), whole(side * SMALL_GROUP // 2))
-                        value = splat(builder, load(builder, bytes_at[t], quad, I32))
-                        for i in range(panels * vectors):
-                            place = t * panels * vectors + i
-                            totals[place] = add(builder, totals[place], w[i][side], value)
-                return totals
-
-            nothing = ir.Constant(INTS, [0] * LANES)
-            at = builder.add(start_offset, builder.mul(g, whole(4)))
-            begins = [nothing if SIGNED_DOT else splat(builder, load(builder, one, at, I32)) for one in token_at]
-            first = [begins[t] for t in range(tokens) for _ in range(panels * vectors)]
-            totals = times(builder, whole(SMALL_GROUP // 8), first, steps)
-            at = builder.add(scale_offset, builder.mul(builder.lshr(g, whole(1)), whole(4)))
-            scale = [splat(builder, load(builder, one, at, F32)) for one in token_at]
-            bases = [builder.add(panel, group_at) for panel in panel_at]
-            scales = [half_floats(builder, base, v * 2 * LANES) for base in bases for v in part]
-            return _scaled(builder, totals, sums, scales, scale)
-
-        first = _starts(builder, start, panels * vectors, part.start) * tokens
-        _store(builder, times(builder, count, first, group), out, out_stride, panels * vectors, part.start)
-
-    return emit
 
 
 @intrinsic
@@ -371,6 +325,23 @@ def tile(emit: Emit) -> Any:
     return call
 
 
+def tile_of_cache(tokens: int, panels: int) -> Any:
+    """The same for keys or values, whose bytes per number come first."""
+    emits = {item: cache_tile(tokens, panels, item) for item in CACHE_BYTES.values()}
+
+    @intrinsic
+    def call(typing: Any, item: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            for size, emit in emits.items():
+                with builder.if_then(builder.icmp_signed("==", args[0], whole(size))):
+                    emit(builder, args[1:])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 9), codegen
+
+    return call
+
+
 def panel_times_rows(kind: Callable[..., Emit]) -> Any:
     """One panel times all rows, by the largest tile that still fits: panel, values, stride, start, out, out stride,
     depth, rows."""
@@ -382,7 +353,7 @@ def panel_times_rows(kind: Callable[..., Emit]) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             panel, values, stride, start, out, out_stride, depth, rows = args
             with builder.goto_entry_block():
-                done = builder.alloca(I64)
+                done = builder.alloca(lanes.I64)
             builder.store(whole(0), done)
             for tokens, emits in tiles:
                 ask, inside, after = (builder.append_basic_block(name) for name in ("ask", "tile", "fewer"))
