@@ -230,7 +230,7 @@ def test_every_page_has_a_chinese_twin(page):
 
 
 def test_pages_name_no_file_that_is_not_there():
-    for page in [*PAGES, ROOT / "README.zh.md", *(ROOT / "docs").rglob("*.zh.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
 

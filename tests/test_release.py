@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import readme
+import release_notes
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -49,6 +50,29 @@ def test_the_lock_pins_what_an_extra_asks_for(extra):
 def test_the_version_has_one_place_and_a_section_of_the_changelog():
     assert PROJECT["dynamic"] == ["version"]
     assert f"## {plume.__version__} (" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_notes_of_a_release_are_its_section_of_the_changelog():
+    written = release_notes.notes(plume.__version__)
+    assert written.startswith("The first release.") and "\n## " not in written
+    with pytest.raises(SystemExit, match=r"no notes for 99\.0; it has Unreleased, 0\.1\.0"):
+        release_notes.notes("99.0")
+
+
+def test_citation_names_the_version():
+    cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    dated = re.search(rf"^## {plume.__version__} \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert f"\nversion: {plume.__version__}\n" in cited and dated and f"\ndate-released: {dated[1]}\n" in cited
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda file: file.stem)
+def test_workflows_pin_their_actions_and_name_files_that_exist(workflow):
+    text = workflow.read_text(encoding="utf-8")
+    used = re.findall(r"uses: (.+)", text)
+    assert used and all(re.fullmatch(r"[\w/.-]+@[0-9a-f]{40} # v[\d.]+", action) for action in used)
+    named = re.findall(r"(?<=\s)(?:tests|docs)/[\w/.-]+", text)
+    assert all((ROOT / name).exists() for name in named)
+    assert text.count("persist-credentials: false") == text.count("actions/checkout@")
 
 
 @pytest.mark.slow
