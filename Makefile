@@ -15,7 +15,7 @@ tour: $(VENV)/.all
 	$(BIN)/python tour.py
 
 # two at a time, each on one core
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.all
 	$(PYTEST) -m "not slow"
@@ -32,7 +32,7 @@ coverage: export COVERAGE_FILE := $(CURDIR)/build/coverage/data
 coverage: export NUMBA_CACHE_DIR := $(CURDIR)/build/coverage/numba
 coverage: $(VENV)/.all
 	rm -rf build/coverage && mkdir -p build/coverage
-	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage json --quiet -o build/coverage/report.json
 	$(BIN)/python tests/covered.py build/coverage/report.json

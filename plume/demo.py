@@ -143,7 +143,7 @@ def show_samples(console: Console, config: DemoConfig, folder: Path) -> None:
 
 
 def show_next(console: Console, result: RunResult) -> None:
-    folder = shlex.quote(str(result.folder))  # as a shell wants to have it
+    folder, gap = shlex.quote(str(result.folder)), " " if console.width >= 80 else "\n    "  # as a shell wants it
     console.print(f"The loss curve is in {result.folder / 'loss.png'}, the model in {result.model}. Now you can:")
     for command, what in (
         (f"plume generate {folder}", "generate text"),
@@ -151,4 +151,4 @@ def show_next(console: Console, result: RunResult) -> None:
         (f"plume serve {folder}", "serve it with OpenAI's API"),
         ("plume demo --text my_book.txt --folder runs/my_book", "train on your own text"),
     ):
-        console.print(f"  [bold]{command:50}[/] {what}", highlight=False)
+        console.print(f"  [bold]{command:50}[/]{gap}{what}", highlight=False)

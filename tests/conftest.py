@@ -10,6 +10,33 @@ from hypothesis import HealthCheck, settings
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 EXPECTED_SKIPS = ("needs the real data folder", "needs a GPU")  # any other skip fails a run with CI=true
 
+# begun first, so that two workers end together: `make test` hands out whole files, in this order
+LONGEST = [
+    "inference/test_engines",
+    "serve/test_views",
+    "serve/test_explorer",
+    "inference/test_lm",
+    "train/test_train_pretrain",
+    "data/test_data_prepare",
+    "inference/test_export",
+    "test_foreign_folders",
+    "finetune/test_finetune",
+    "train/test_train_init_from",
+    "inference/test_generate",
+    "lab/test_lab",
+    "serve/test_page",
+    "data/test_data_masked",
+    "data/test_data_shards",
+    "finetune/test_findings",
+    "train/test_train_loop",
+    "serve/test_hostile",
+    "test_cli",
+    "serve/test_steady",
+    "serve/test_saved",
+    "evaluate/test_evaluate_report",
+    "evaluate/test_evaluate_formats",
+]
+
 # no example fails because a machine is slow, and fixtures that every example of a test shares are meant so
 settings.register_profile(
     "plume", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -23,6 +50,12 @@ def shared() -> Path:
     if not (SHARED / "data").is_dir():
         pytest.skip("needs the real data folder ../shared, which is not part of the project")
     return SHARED
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    places = {tests / f"{name}.py": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.hookimpl(wrapper=True)

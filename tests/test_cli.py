@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from plume.hf import save_model
 from plume.train.pretrain import plain
 from plume.util import files, places
 from plume.util.console import shown, tell
+from plume.util.progress import Progress
 from plume.util.run_folder import write_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,6 +145,19 @@ def test_a_folder_made_elsewhere_is_imported(capsys, here):
     about = json.loads((here / "ours" / "plume.json").read_text())
     assert about["imported_from"] == "theirs" and about["task"] == {"kind": "generate"}  # what it was trained for stays
     assert (here / "ours" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("columns", ["60", "80"])
+def test_progress_fits_into_a_narrow_terminal(monkeypatch, capsys, columns):
+    """Whole figures in one line each, which a bar left no room for."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal for rich
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(unit="bytes") as progress, progress.task("prepare", 297_000) as advance:
+        advance(297_000, "98,774 tokens, 0.2 MB/s")
+    plain_text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    (last, *_) = [line for line in plain_text.splitlines() if "MB" in line]
+    assert len(last.rstrip()) <= int(columns) and "…" not in last and "297.0/297.0 kB" in last and "0.2 MB/s" in last
 
 
 @pytest.mark.parametrize(

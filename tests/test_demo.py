@@ -64,6 +64,14 @@ def test_commands_are_shown_as_a_shell_wants_them():
     assert shlex.split(commands[0])[:3] == ["plume", "generate", str(folder)]
 
 
+def test_what_comes_next_fits_into_a_narrow_terminal():
+    stream, folder = io.StringIO(), Path("runs/demo")
+    demo.show_next(Console(file=stream, width=60), SimpleNamespace(folder=folder, model=folder / "model"))
+    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
+    assert "  plume explore runs/demo" in lines and "    inspect it in the browser" in lines
+    assert max(map(len, lines)) <= 60
+
+
 def test_bits_per_byte_stand_beside_those_of_counts_and_xz(tmp_path):
     """Each against its definition, written out over the held-out text."""
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "the", "dog", "that", "ate", "its", "bone"]

@@ -54,9 +54,27 @@ def folder(tmp_path: Path, demo: Path) -> Path:
         "reviews.csv": "\n".join(["review,sentiment", *rows]),
         "my_questions.jsonl": "\n".join([json.dumps(question)] * 3),
         "prompts.txt": "def main(\nimport ",
+        **evaluation_data(),
     }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path
+
+
+def evaluation_data() -> dict[str, str]:
+    """A few rows of the data sets that docs/evaluate.md names, in the forms in which they are published."""
+    endings = ["milk with joy", "a stone", "the moon", "nothing"]
+    hellaswag = {"activity_label": "Eating", "ctx_a": "The cat was hungry, and", "ctx_b": "it ate", "endings": endings}
+    pair = {"sentence_good": "The cats eat.", "sentence_bad": "The cats eats.", "UID": "agreement"}
+    pair |= {"field": "morphology", "linguistics_term": "agreement", "one_prefix_method": False}
+    lines = {
+        "lambada/lambada_test.jsonl": [{"text": "The cat was hungry, so the man fed the cat"}] * 3,
+        "hellaswag/hellaswag_val.jsonl": [hellaswag | {"label": n % 4} for n in range(4)],
+        "hellaswag/hellaswag_train.jsonl": [hellaswag | {"label": 0, "activity_label": str(n)} for n in range(8)],
+        "blimp/agreement.jsonl": [pair | {"pairID": str(n)} for n in range(3)],
+    }
+    files = {f"data/{name}": "".join(json.dumps(row) + "\n" for row in rows) for name, rows in lines.items()}
+    return files | {"data/wikitext-2/wiki.test.raw": " \n = Page = \n \n The cat was hungry . It ate milk . \n"}
 
 
 def run_in_shell(command: str, folder: Path) -> None:
@@ -212,7 +230,7 @@ def test_every_page_has_a_chinese_twin(page):
 
 
 def test_pages_name_no_file_that_is_not_there():
-    for page in [*PAGES, ROOT / "README.zh.md", *(ROOT / "docs").rglob("*.zh.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
 

@@ -1,7 +1,9 @@
 """The release: a wheel that works without the repository, extras that are locked and import."""
 
+import contextlib
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -9,12 +11,17 @@ import sys
 import sysconfig
 import tomllib
 import urllib.request
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+import readme
+import release_notes
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import plume
 
@@ -43,6 +50,29 @@ def test_the_lock_pins_what_an_extra_asks_for(extra):
 def test_the_version_has_one_place_and_a_section_of_the_changelog():
     assert PROJECT["dynamic"] == ["version"]
     assert f"## {plume.__version__} (" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_notes_of_a_release_are_its_section_of_the_changelog():
+    written = release_notes.notes(plume.__version__)
+    assert written.startswith("The first release.") and "\n## " not in written
+    with pytest.raises(SystemExit, match=r"no notes for 99\.0; it has Unreleased, 0\.1\.0"):
+        release_notes.notes("99.0")
+
+
+def test_citation_names_the_version():
+    cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    dated = re.search(rf"^## {plume.__version__} \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert f"\nversion: {plume.__version__}\n" in cited and dated and f"\ndate-released: {dated[1]}\n" in cited
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda file: file.stem)
+def test_workflows_pin_their_actions_and_name_files_that_exist(workflow):
+    text = workflow.read_text(encoding="utf-8")
+    used = re.findall(r"uses: (.+)", text)
+    assert used and all(re.fullmatch(r"[\w/.-]+@[0-9a-f]{40} # v[\d.]+", action) for action in used)
+    named = re.findall(r"(?<=\s)(?:tests|docs)/[\w/.-]+", text)
+    assert all((ROOT / name).exists() for name in named)
+    assert text.count("persist-credentials: false") == text.count("actions/checkout@")
 
 
 @pytest.mark.slow
@@ -85,6 +115,27 @@ class Installed:
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    @contextlib.contextmanager
+    def serving(self, *words: str) -> Iterator[str]:
+        """The address of a server, which ends cleanly afterwards."""
+        command = [str(self.bin / "plume"), *words, "--port", "0"]
+        with subprocess.Popen(
+            command, cwd=self.home, env=self.environment, stderr=subprocess.PIPE, text=True
+        ) as server:
+            try:
+                assert server.stderr is not None
+                address = None
+                while address is None:
+                    line = server.stderr.readline()
+                    assert line, "the server ended"
+                    address = re.search(r"http://127\.0\.0\.1:\d+", line)
+                yield address[0]
+                server.send_signal(signal.SIGTERM)
+                server.stderr.read()
+                assert server.wait() == 0
+            finally:
+                server.kill()
 
 
 @pytest.fixture(scope="module")
@@ -130,22 +181,47 @@ def test_the_wheel_trains_by_a_recipes_name_and_serves_the_explorer(installed):
     data = "--data.paths book.txt --data.folder data --data.tokenizer.kind bytes --data.workers 1 --folder run"
     installed.run("plume", "pretrain", "gpt2-laptop", *words.split(), *data.split())
     assert (installed.home / "run" / "model" / "model.safetensors").is_file()
-    command = [str(installed.bin / "plume"), "serve", "run", "--port", "0", "--engine.engine", "torch"]
-    with subprocess.Popen(
-        command, cwd=installed.home, env=installed.environment, stderr=subprocess.PIPE, text=True
-    ) as server:
-        try:
-            assert server.stderr is not None
-            address = None
-            while address is None:
-                line = server.stderr.readline()
-                assert line, "the server ended"
-                address = re.search(r"http://127\.0\.0\.1:\d+", line)
-            for page, part in (("/", "<title>Plume"), ("/static/app.js", "import"), ("/static/words/zh.js", "注意力")):
-                with urllib.request.urlopen(address[0] + page) as answer:
-                    assert part in answer.read().decode()
-            server.send_signal(signal.SIGTERM)
-            server.stderr.read()
-            assert server.wait() == 0
-        finally:
-            server.kill()
+    with installed.serving("serve", "run", "--engine.engine", "torch") as address:
+        for page, part in (("/", "<title>Plume"), ("/static/app.js", "import"), ("/static/words/zh.js", "注意力")):
+            with urllib.request.urlopen(address + page) as answer:
+                assert part in answer.read().decode()
+
+
+def test_both_first_screens_give_the_same():
+    assert len({(*readme.commands(page), readme.sample(page)) for page in readme.READMES}) == 1
+
+
+def put_gpt2_into_the_cache_of_the_hub(folder: Path) -> None:
+    """A tiny GPT-2 of that name, as a download leaves it."""
+    place = folder / "hub" / "models--gpt2"
+    snapshot = place / "snapshots" / ("0" * 40)
+    vocabulary = {letter: n for n, letter in enumerate(["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(snapshot)
+    config = GPT2Config(vocab_size=len(vocabulary), n_positions=64, n_embd=32, n_layer=2, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(snapshot)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+
+
+@pytest.mark.slow
+def test_the_first_screen_of_the_readme_is_true(installed):
+    """Every command before the table of figures, and what one of them prints."""
+    put_gpt2_into_the_cache_of_the_hub(installed.home / "hf")
+    installed.environment |= {"HF_HOME": str(installed.home / "hf"), "HF_HUB_OFFLINE": "1"}
+    seen = list[str]()
+    for command in readme.commands(ROOT / "README.md"):
+        program, *words = shlex.split(command)
+        seen.append(program)
+        if program == "make":
+            assert f"\n{words[0]}: " in (ROOT / "Makefile").read_text(encoding="utf-8")
+        elif words[0] in ("explore", "serve"):
+            quiet = ["--no-browser"] if words[0] == "explore" else []
+            with installed.serving(*words, *quiet) as address, urllib.request.urlopen(f"{address}/v1/models") as answer:
+                assert (words[1:] or ["plume-en"])[0] in answer.read().decode()
+        elif program == "plume":
+            assert installed.run(program, *words).startswith(readme.sample(ROOT / "README.md"))
+        else:
+            assert command == f"pip install {PROJECT['name']}"
+    assert seen == ["pip", *["plume"] * 4, "make", "make"]

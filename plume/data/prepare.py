@@ -243,7 +243,7 @@ def train_on_sample(config: DataConfig, work: Path, pieces: list[WorkUnit]) -> T
     firsts = np.cumsum([0, *entries]).tolist()
     tasks = [{"piece": with_absolute_paths(p).to_dict(), "first": firsts[p.number], "size": p.size} for p in chosen]
     setup = (config, survey.resolve(), share, cores() if config.workers is None else config.workers)
-    results = run_stage(WordCounter, setup, tasks, config, title=f"count words for a {config.tokenizer.kind} tokenizer")
+    results = run_stage(WordCounter, setup, tasks, config, title=f"count words ({config.tokenizer.kind})")
     tallies = [Tally.from_dict(r["dropped"]) for r in results]
     if not sum(tally.text for tally in tallies):
         raise nothing_left(config, work, tallies)

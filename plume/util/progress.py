@@ -45,10 +45,13 @@ class Progress:
         if not self.quiet and console.is_terminal:
             from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
+            from rich.table import Column
 
-            count = DownloadColumn() if self.unit == "bytes" else MofNCompleteColumn()
+            counted = DownloadColumn if self.unit == "bytes" else MofNCompleteColumn
+            count = counted(table_column=Column(no_wrap=True))  # whole figures; the bar gives way
             status = TextColumn("{task.fields[status]}", markup=False)
-            columns = [TextColumn("{task.description}"), BarColumn(), count, status]
+            bar = [BarColumn()] if console.width >= 80 else []  # a narrow terminal has room for the figures alone
+            columns = [TextColumn("{task.description}"), *bar, count, status]
             columns += [TimeRemainingColumn()] if self.remaining else []
             self.bar = Bar(*columns, console=console, refresh_per_second=4)
             self.bar.start()

@@ -1,7 +1,9 @@
 """Plume's numbers against lm-evaluation-harness driving the transformers copy of the same folder."""
 
+import inspect
 import json
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -366,6 +368,17 @@ def test_a_task_of_the_harness_is_asked_for_and_told(trained_folder, monkeypatch
     monkeypatch.setattr(lm_eval, "simple_evaluate", fail)
     with pytest.raises(UserError, match=r"harness:made cannot be run: 'no such task"):
         evaluate(config)
+
+
+def test_the_call_of_the_page_works(trained_folder, monkeypatch):
+    import lm_eval
+
+    page = (Path(__file__).parents[2] / "docs" / "evaluate.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    asked, known = [], inspect.signature(lm_eval.simple_evaluate).parameters
+    monkeypatch.setattr(lm_eval, "simple_evaluate", lambda **options: asked.append(options))  # it needs the hub
+    exec(block.replace("runs/demo", str(trained_folder)), {})
+    assert isinstance(asked[0]["model"], lm_eval.api.model.LM) and asked[0].keys() <= known.keys()
 
 
 def test_figures_of_the_harness_keep_their_names():

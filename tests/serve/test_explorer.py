@@ -486,6 +486,28 @@ def test_all_keys_and_all_numbers_of_a_head_are_shown(browser, site):
     visit.close()
 
 
+CELLS = """[...document.querySelectorAll('.steps .strip')].flatMap((strip) => {
+  const canvas = strip.querySelector('canvas'), context = canvas.getContext('2d');
+  const pixels = context.getImageData(0, 0, canvas.width, canvas.height).data;
+  return [...strip.values].map((value, i) => [value, ...pixels.slice(4 * i, 4 * i + 3)]);
+})"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_signed_values_have_two_hues(browser, site, scheme):
+    """Orange below zero and blue above, stronger the further from it."""
+    visit = Visit(browser, site)
+    visit.page.emulate_media(color_scheme=scheme)
+    visit.open("attention", text=TEXT, query=3, ready=".steps tbody tr")
+    values, red, _, blue = np.array(visit.page.evaluate(CELLS), dtype=float).T
+    far = np.abs(values) >= 0.5 * np.abs(values).max()
+    assert (values[far] < 0).any() and (values[far] > 0).any()
+    assert (red - blue)[far & (values < 0)].min() > 40 and (blue - red)[far & (values > 0)].min() > 40
+    seen = np.abs(red - blue) > 12  # others are near the paper
+    assert seen.sum() > 20 and ((blue > red) == (values > 0))[seen].all()
+    visit.close()
+
+
 @pytest.mark.parametrize("model", ["gpt", "labels", "spans", "seq"])
 def test_the_first_screen_is_never_empty(browser, site, model):
     visit = Visit(browser, site)

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import re
 import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -34,6 +36,14 @@ CHAT = {"model": "gpt", "messages": ASK, "max_tokens": 12, "seed": 3}
 def ai(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+def test_the_client_of_the_page_works(server, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```py\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(block.replace("http://127.0.0.1:8000", server.url).replace('"demo"', '"gpt"'), scope := {})
+    assert capsys.readouterr().out
+    scope["client"].close()
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-schemathesis = pytest.importorskip("schemathesis", reason="needs the package schemathesis")
 PATHS = 17  # endpoints with a request of their own; the endless stream of a run's news is left out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
 def test_no_request_breaks_the_server(server, mode):
+    schemathesis = pytest.importorskip("schemathesis", reason="needs the package schemathesis")  # slow to import
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json").exclude(path_regex="events$")
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) >= PATHS
