@@ -1,0 +1,164 @@
+"""Small labelled tasks made from the real data: rows to train on, to choose a learning rate on, and to test on.
+
+No test row is text that plume-en was trained on: passages of LAMBADA are of other novels than its hundred.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+VALIDATION, TEST = 200, 500  # rows at most
+WORDS = 16  # of a passage whose case and punctuation is restored
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"”']?\s+")
+INSIDE = re.compile(r"[^\w]*([\w]+(?:['’][\w]+)*)[^\w]*$")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one task; training rows are a pool that every seed draws its own from."""
+
+    train: list[Row]
+    validation: list[Row]
+    test: list[Row]
+
+
+@dataclass(frozen=True)
+class TransferTask:
+    """How a task is read and measured."""
+
+    name: str
+    what: str
+    kind: str
+    metric: str
+    length: int  # tokens of a row at most
+    make: Callable[[Path], Rows]
+
+
+def split(pool: list[Row], test: list[Row] | None = None) -> Rows:
+    """Shuffled, always in the same way; the test rows are cut from the pool where the task has none of its own."""
+    pool = list(pool)
+    random.Random(0).shuffle(pool)
+    if test is None:
+        test, pool = pool[:TEST], pool[TEST:]
+    else:
+        random.Random(0).shuffle(test)
+    return Rows(pool[VALIDATION:], pool[:VALIDATION], test[:TEST])
+
+
+def tsv(file: Path) -> list[list[str]]:
+    return [line.split("\t") for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def sentiment(data: Path) -> Rows:
+    """SST-2: phrases of film reviews; the test sentences are GLUE's validation set."""
+
+    def rows(name: str) -> list[Row]:
+        return [{"text": text.strip(), "label": label} for text, label in tsv(data / "sst2" / name)[1:]]
+
+    return split(rows("train.tsv"), rows("dev.tsv"))
+
+
+def similarity(data: Path) -> Rows:
+    """STS-B: how alike two sentences are, 0 to 5."""
+
+    def rows(name: str) -> list[Row]:
+        lines = [line for line in tsv(data / "stsb" / name)[1:] if len(line) == 10]
+        return [{"text": line[7], "pair": line[8], "label": float(line[9])} for line in lines]
+
+    return split(rows("train.tsv"), rows("dev.tsv"))
+
+
+def acceptable(data: Path) -> Rows:
+    """CoLA: whether a linguist calls a sentence grammatical."""
+
+    def rows(name: str) -> list[Row]:
+        return [{"text": line[3], "label": "good" if line[1] == "1" else "bad"} for line in tsv(data / "cola" / name)]
+
+    return split(rows("train.tsv"), rows("dev.tsv"))
+
+
+def passages(data: Path) -> list[str]:
+    lines = (data / "lambada" / "lambada_test.jsonl").read_text(encoding="utf-8").splitlines()
+    return [" ".join(json.loads(line)["text"].split()) for line in lines]
+
+
+def order(data: Path) -> Rows:
+    """Sentences of LAMBADA as they are, and with two neighbouring words in the wrong order."""
+    draw, rows = random.Random(2), list[Row]()
+    for passage in passages(data):
+        fitting = [words for s in SENTENCE_END.split(passage)[:-1] if 6 <= len(words := s.split()) <= 14]
+        for words in fitting[:1]:
+            place = draw.randrange(len(words) - 2)
+            swapped = [*words[:place], words[place + 1], words[place], *words[place + 2 :]]
+            good = draw.random() < 0.5 or swapped == words
+            rows.append({"text": " ".join(words if good else swapped).lower(), "label": "good" if good else "bad"})
+    return split(rows)
+
+
+def tagged(passage: str) -> Row | None:
+    """Words without case and punctuation; a tag says what stands before a word, or that it begins with a capital."""
+    words, tags, before = list[str](), list[str](), "stop"
+    for piece in passage.split():
+        found = INSIDE.match(piece)
+        if found is None:
+            continue
+        word = found[1]
+        words.append(word.lower())
+        tags.append(before if before != "O" else "capital" if word[0].isupper() else "O")
+        tail = piece[found.end(1) :]
+        before = "stop" if re.search(r"[.!?]", tail) else "comma" if re.search(r"[,;:]", tail) else "O"
+    return {"words": words[:WORDS], "tags": tags[:WORDS]} if len(words) >= WORDS else None
+
+
+def restoring(data: Path) -> Rows:
+    """LAMBADA's passages: case and punctuation of a text that has lost both."""
+    return split([row for passage in passages(data) if (row := tagged(passage)) is not None])
+
+
+def continuations(data: Path) -> Iterator[Row]:
+    """The words before a passage's last sentence, and four last sentences, one of them its own."""
+    draw = random.Random(1)
+    whole = [(sentences[:-1], sentences[-1]) for p in passages(data) if len(sentences := SENTENCE_END.split(p)) > 1]
+    ends = [" ".join(end.split()[:7]) for _, end in whole]
+    for number, (before, _) in enumerate(whole):
+        others = draw.sample([place for place in range(len(ends)) if place != number], 3)
+        place = draw.randrange(4)
+        choices = [ends[other] for other in others]
+        choices.insert(place, ends[number])
+        yield {"context": " ".join(" ".join(before).split()[-10:]), "choices": choices, "label": place}
+
+
+def continuing(data: Path) -> Rows:
+    """LAMBADA's passages: the sentence that follows, among four."""
+    return split(list(continuations(data)))
+
+
+def hotels(data: Path) -> Rows:
+    """ChnSentiCorp: Chinese reviews of hotels, good or bad; as many of each."""
+    with (data / "chnsenticorp" / "ChnSentiCorp_htl_all.csv").open(encoding="utf-8", newline="") as stream:
+        rows = [{"text": row["review"].strip(), "label": row["label"]} for row in csv.DictReader(stream)]
+    bad = [row for row in rows if row["label"] == "0"]
+    good = random.Random(0).sample([row for row in rows if row["label"] == "1"], len(bad))
+    return split(bad + good)
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        TransferTask("sentiment", "SST-2, good or bad", "classify", "accuracy", 32, sentiment),
+        TransferTask("pairs", "STS-B, how alike", "similarity", "pearson", 40, similarity),
+        TransferTask("cola", "CoLA, grammatical or not", "classify", "matthews", 32, acceptable),
+        TransferTask("order", "LAMBADA, two words swapped or not", "classify", "accuracy", 32, order),
+        TransferTask("restoring", "LAMBADA, case and punctuation", "tag", "f1", 32, restoring),
+        TransferTask("continuing", "LAMBADA, the next sentence of 4", "choose", "accuracy", 32, continuing),
+        TransferTask("hotels", "ChnSentiCorp, good or bad", "classify", "accuracy", 64, hotels),
+    )
+}
