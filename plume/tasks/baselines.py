@@ -169,11 +169,7 @@ def tfidf_labels(
 
 
 def tfidf_label_sets(
-    train: Sequence[Example],
-    examples: Sequence[Example],
-    fields: Sequence[str],
-    labels: Sequence[str],
-    marks: Floats,
+    train: Sequence[Example], examples: Sequence[Example], fields: Sequence[str], labels: Sequence[str], marks: Floats
 ) -> list[Baseline]:
     """A logistic regression on TF-IDF for every label; `marks` (N, L) are 1 where a training row has the label."""
     found = fitted(train, fields, len(labels)) if len(train) <= MOST_ROWS else None

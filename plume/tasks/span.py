@@ -64,10 +64,7 @@ class SpanTask(TaskKind):
     ) -> None:
         super().__init__(settings, tokenizer, causal=causal, options=options)
         self.windows = SpanWindows(
-            tokenizer,
-            length=settings.length,
-            stride=settings.stride,
-            question_length=settings.question_length,
+            tokenizer, length=settings.length, stride=settings.stride, question_length=settings.question_length
         )
         self.truncation = self.windows.truncation
 

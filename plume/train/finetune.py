@@ -111,9 +111,8 @@ class TaskObjective:
 
     def __init__(self, kind: TaskKind, auxiliary_weight: float = 0.0, *, frozen_body: bool = False) -> None:
         self.kind, self.auxiliary_weight, self.frozen_body = kind, auxiliary_weight, frozen_body
-        self.parts: Mapping[str, float] = {"task": 1.0}
-        if auxiliary_weight:
-            self.parts = {"task": 1.0, "language_model": auxiliary_weight}
+        auxiliary = {"language_model": auxiliary_weight} if auxiliary_weight else {}
+        self.parts: Mapping[str, float] = {"task": 1.0, **auxiliary}
 
     def counts(self, batch: Any) -> Tensor:
         counts = [self.kind.count(batch), *([float(len(batch))] if self.auxiliary_weight else [])]
@@ -339,11 +338,7 @@ def training_fit(plan: FinetunePlan, model: Model) -> dict[str, float]:
 def tuned_settings(plan: FinetunePlan, model: Model) -> TaskSettings:
     """The task's settings with thresholds chosen on the validation rows."""
     examples = plan.data.validation
-
-    def predictions() -> dict[int, Prediction]:
-        return predict(plan.kind, model, plan.validation, examples)
-
-    return plan.kind.tuned(examples, predictions, plan.metric)
+    return plan.kind.tuned(examples, lambda: predict(plan.kind, model, plan.validation, examples), plan.metric)
 
 
 def save_run(plan: FinetunePlan, model: Model, result: SeedResult, folder: Path) -> None:
