@@ -103,6 +103,19 @@ def order(data: Path) -> Rows:
     return split(rows)
 
 
+def halves(data: Path) -> Rows:
+    """Two halves of sentences of LAMBADA: of one sentence, or the second of another one."""
+    draw, cut = random.Random(3), list[tuple[str, str]]()
+    for passage in passages(data):
+        for words in [w for s in SENTENCE_END.split(passage)[:-1] if 8 <= len(w := s.split()) <= 16][:1]:
+            cut.append((" ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])))
+    rows = []
+    for first, second in cut:
+        own = draw.random() < 0.5
+        rows.append({"text": first, "pair": second if own else draw.choice(cut)[1], "label": "one" if own else "two"})
+    return split(rows)
+
+
 def tagged(passage: str) -> Row | None:
     """Words without case and punctuation; a tag says what stands before a word, or that it begins with a capital."""
     words, tags, before = list[str](), list[str](), "stop"
@@ -154,11 +167,12 @@ TASKS = {
     task.name: task
     for task in (
         TransferTask("sentiment", "SST-2, good or bad", "classify", "accuracy", 32, sentiment),
+        TransferTask("halves", "LAMBADA, halves of one sentence or two", "pair", "accuracy", 32, halves),
         TransferTask("pairs", "STS-B, how alike", "similarity", "pearson", 40, similarity),
         TransferTask("cola", "CoLA, grammatical or not", "classify", "matthews", 32, acceptable),
         TransferTask("order", "LAMBADA, two words swapped or not", "classify", "accuracy", 32, order),
         TransferTask("restoring", "LAMBADA, case and punctuation", "tag", "f1", 32, restoring),
         TransferTask("continuing", "LAMBADA, the next sentence of 4", "choose", "accuracy", 32, continuing),
-        TransferTask("hotels", "ChnSentiCorp, good or bad", "classify", "accuracy", 64, hotels),
+        TransferTask("hotels", "ChnSentiCorp, good or bad", "classify", "accuracy", 48, hotels),
     )
 }

@@ -26,7 +26,7 @@ KIND_OPTIONS = (
     "class_weights", "label_smoothing", "tune_threshold", "temperature", "beams", "answer_length",
     "template", "stride", "question_length",
 )  # fmt: skip
-PAPER_SPREAD = 0.04  # of the weights of GPT-1 and BERT
+PAPER_SPREAD = 0.04  # of the weights of GPT-1, about: from the norms in Martin, Peng and Mahoney, 2021
 PAPER_STEPS = 200  # about those of the papers' smallest task
 FIRST_SPREAD = 0.02  # of weights that were not pretrained
 NEW_WEIGHTS_LR = 1e-3  # the most that they get; pretrained ones in proportion to their spread
