@@ -25,7 +25,7 @@ import zstandard
 
 from benchmarks.results import ROOT, real, report, skip
 from benchmarks.results import Row as Figure
-from benchmarks.transfer_tasks import TASKS, Rows, TransferTask
+from benchmarks.transfer_tasks import CHINESE, TASKS, TEST, Rows, TransferTask, reviews
 from plume.config import (
     PRESETS,
     AdaptConfig,
@@ -65,7 +65,7 @@ def chinese_model(data: Path, out: Path, steps: int) -> str:
         lines = zstandard.ZstdDecompressor().stream_reader(stream).read().decode().splitlines()
     texts = {
         "modern": [json.loads(line)["modern"] for line in random.Random(0).sample(lines, 40_000)],
-        "reviews": [" ".join(row["text"].split()) for row in TASKS["hotels"].make(data).train],
+        "reviews": [" ".join(row["text"].split()) for row in reviews(data)[TEST:]],
     }
     for name, rows in texts.items():
         (out / f"{name}.txt").write_text("\n".join(rows), encoding="utf-8")
@@ -192,7 +192,7 @@ class Curves:
         self.task, self.count, self.args, self.log = task, count, args, log
         self.rows = task.make(args.data)
         self.model = args.model
-        if task.name == "hotels":
+        if task.name in CHINESE:
             self.model = chinese_model(args.data, args.out, args.chinese_steps)
 
     def plan(self, variant: str, seed: int) -> FinetunePlan:
@@ -205,7 +205,7 @@ class Curves:
         if (found := self.log.find(**key)) is not None:
             return found
         began, plan = time.process_time(), self.plan(variant, seed)
-        lr = self.plan(rates, seed).lr
+        lr = plan.lr if rates == variant else self.plan(rates, seed).lr
         model = trained(replace(plan, lr=lr), seed)
         validation = score(plan, model, list(plan.data.validation)) if seed == 0 else None
         test = score(plan, model, list(plan.data.test))
@@ -336,7 +336,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=real("data"))
     parser.add_argument("--model", default="plume-en")
-    parser.add_argument("--chinese-steps", type=int, default=600, help="of pretraining, for the task hotels")
+    parser.add_argument("--chinese-steps", type=int, default=400, help="of pretraining, for the Chinese tasks")
     parser.add_argument(
         "--tasks", nargs="*", choices=tuple(TASKS), default=[name for name in TASKS if name != "hotels"]
     )

@@ -9,7 +9,7 @@ import csv
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ class TransferTask:
     metric: str
     length: int  # tokens of a row at most
     make: Callable[[Path], Rows]
+
+
+CHINESE = ("hotels",)
 
 
 def split(pool: list[Row], test: list[Row] | None = None) -> Rows:
@@ -90,17 +93,30 @@ def passages(data: Path) -> list[str]:
     return [" ".join(json.loads(line)["text"].split()) for line in lines]
 
 
-def order(data: Path) -> Rows:
-    """Sentences of LAMBADA as they are, and with two neighbouring words in the wrong order."""
-    draw, rows = random.Random(2), list[Row]()
-    for passage in passages(data):
-        fitting = [words for s in SENTENCE_END.split(passage)[:-1] if 6 <= len(words := s.split()) <= 14]
-        for words in fitting[:1]:
-            place = draw.randrange(len(words) - 2)
-            swapped = [*words[:place], words[place + 1], words[place], *words[place + 2 :]]
-            good = draw.random() < 0.5 or swapped == words
-            rows.append({"text": " ".join(words if good else swapped).lower(), "label": "good" if good else "bad"})
+def errors(data: Path) -> Rows:
+    """Sentences of LAMBADA in which one word was replaced by a word of another sentence: where it stands."""
+    draw = random.Random(2)
+    found = [[w for s in SENTENCE_END.split(p)[:-1] if 8 <= len(w := s.split()) <= 16][:1] for p in passages(data)]
+    sentences = [[word.lower() for word in words] for fitting in found for words in fitting]
+    rows = []
+    for words in sentences:
+        place, other = draw.randrange(1, len(words)), draw.choice(draw.choice(sentences))
+        tags = ["wrong" if number == place and other != words[place] else "O" for number in range(len(words))]
+        rows.append({"words": [*words[:place], other, *words[place + 1 :]], "tags": tags})
     return split(rows)
+
+
+def asking(data: Path) -> Rows:
+    """Sentences of LAMBADA without case and punctuation: a question or not; as many of each."""
+    found: dict[str, list[Row]] = {"?": [], ".": []}
+    for passage in passages(data):
+        for sentence in SENTENCE_END.split(passage)[:-1]:
+            words = [match[1].lower() for piece in sentence.split() if (match := INSIDE.match(piece))]
+            ending = sentence.strip("\"”“' ")[-1:]
+            if ending in found and 3 <= len(words) <= 16:
+                found[ending].append({"text": " ".join(words), "label": "question" if ending == "?" else "statement"})
+    fewest = min(len(rows) for rows in found.values())
+    return split([row for rows in found.values() for row in random.Random(4).sample(rows, fewest)])
 
 
 def halves(data: Path) -> Rows:
@@ -136,43 +152,43 @@ def restoring(data: Path) -> Rows:
     return split([row for passage in passages(data) if (row := tagged(passage)) is not None])
 
 
-def continuations(data: Path) -> Iterator[Row]:
-    """The words before a passage's last sentence, and four last sentences, one of them its own."""
-    draw = random.Random(1)
-    whole = [(sentences[:-1], sentences[-1]) for p in passages(data) if len(sentences := SENTENCE_END.split(p)) > 1]
-    ends = [" ".join(end.split()[:7]) for _, end in whole]
-    for number, (before, _) in enumerate(whole):
-        others = draw.sample([place for place in range(len(ends)) if place != number], 3)
-        place = draw.randrange(4)
-        choices = [ends[other] for other in others]
-        choices.insert(place, ends[number])
-        yield {"context": " ".join(" ".join(before).split()[-10:]), "choices": choices, "label": place}
+def last_words(data: Path) -> Rows:
+    """The last word of LAMBADA's passages, among those of three others; nine words stand before it."""
+    draw, rows = random.Random(1), list[Row]()
+    ends = [(" ".join(words[-10:-1]), words[-1]) for passage in passages(data) if len(words := passage.split()) >= 10]
+    for context, word in ends:
+        place, choices = draw.randrange(4), [other for _, other in draw.sample(ends, 3)]
+        choices.insert(place, word)
+        rows.append({"context": context, "choices": choices, "label": place})
+    return split(rows)
 
 
-def continuing(data: Path) -> Rows:
-    """LAMBADA's passages: the sentence that follows, among four."""
-    return split(list(continuations(data)))
-
-
-def hotels(data: Path) -> Rows:
-    """ChnSentiCorp: Chinese reviews of hotels, good or bad; as many of each."""
+def reviews(data: Path) -> list[Row]:
+    """ChnSentiCorp: Chinese reviews of hotels, as many good ones as bad; the first are for tests alone."""
     with (data / "chnsenticorp" / "ChnSentiCorp_htl_all.csv").open(encoding="utf-8", newline="") as stream:
         rows = [{"text": row["review"].strip(), "label": row["label"]} for row in csv.DictReader(stream)]
     bad = [row for row in rows if row["label"] == "0"]
-    good = random.Random(0).sample([row for row in rows if row["label"] == "1"], len(bad))
-    return split(bad + good)
+    both = bad + random.Random(0).sample([row for row in rows if row["label"] == "1"], len(bad))
+    random.Random(0).shuffle(both)
+    return both
+
+
+def hotels(data: Path) -> Rows:
+    """Whether a review is good."""
+    return split(reviews(data)[TEST:], reviews(data)[:TEST])
 
 
 TASKS = {
     task.name: task
     for task in (
         TransferTask("sentiment", "SST-2, good or bad", "classify", "accuracy", 32, sentiment),
+        TransferTask("asking", "LAMBADA, a question or not", "classify", "accuracy", 32, asking),
         TransferTask("halves", "LAMBADA, halves of one sentence or two", "pair", "accuracy", 32, halves),
         TransferTask("pairs", "STS-B, how alike", "similarity", "pearson", 40, similarity),
         TransferTask("cola", "CoLA, grammatical or not", "classify", "matthews", 32, acceptable),
-        TransferTask("order", "LAMBADA, two words swapped or not", "classify", "accuracy", 32, order),
+        TransferTask("errors", "LAMBADA, which word is wrong", "tag", "f1", 32, errors),
         TransferTask("restoring", "LAMBADA, case and punctuation", "tag", "f1", 32, restoring),
-        TransferTask("continuing", "LAMBADA, the next sentence of 4", "choose", "accuracy", 32, continuing),
+        TransferTask("choosing", "LAMBADA, the last word of 4", "choose", "accuracy", 32, last_words),
         TransferTask("hotels", "ChnSentiCorp, good or bad", "classify", "accuracy", 48, hotels),
     )
 }
