@@ -33,11 +33,10 @@ from plume.evaluate.eval_tasks import TASKS, find_rows
 from plume.evaluate.items import TaskRow
 from plume.hf import resolve, save_model
 from plume.model.heads import Model
-from plume.tasks.token_rows import Grouped
 from plume.text import train_tokenizer
 from plume.train.distribute import Ranks
-from plume.train.finetune import finetune, planned_steps, try_rate
-from plume.train.finetune_plan import make_plan
+from plume.train.finetune import finetune, try_rate
+from plume.train.finetune_plan import make_plan, planned_steps
 from plume.util.devices import choose_precision
 
 
@@ -100,7 +99,7 @@ def search_against_grid(args: argparse.Namespace, place: Path) -> None:
 def grid_scores(base: Path, place: Path, count: int, epochs: float) -> dict[float, float]:
     """The validation score of a whole training at each of `count` rates."""
     plan = make_plan(finetune_config(base, place, "grid", lr=1e-3, epochs=epochs))
-    steps = planned_steps(plan.config, Grouped(plan.train, plan.config.batch, seed=0).steps)
+    steps = planned_steps(plan.config, len(plan.train))
     settings = Ranks(device=CPU), choose_precision(CPU, "float32")
     found = dict[float, float]()
     for lr in np.geomspace(1e-5, 1e-2, count).tolist():

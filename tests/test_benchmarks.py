@@ -21,8 +21,7 @@ from benchmarks.storm import memory_slope  # noqa: E402
 ABOUT = {"date": "2026-01-02", "command": "c", "machine": "m", "software": "s", "load": 0.1}
 ELSEWHERE = {
     "demo",
-    "transfer.gpt",
-    "transfer.bert",
+    "transfer",
     "scores.trainer",
     "scores.search",
     "scores.pairs",

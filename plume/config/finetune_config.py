@@ -119,7 +119,7 @@ class FinetuneConfig(Checked):
     epochs: float = option(3.0, "epochs over the training rows")
     batch: int = option(32, "rows per optimizer step, over all ranks")
     micro_batch: int | None = option(None, "rows per forward pass; unset: the whole batch")
-    lr: float | None = option(None, "peak learning rate; unset: by family, size and mode (docs/finetune.md)")
+    lr: float | None = option(None, "peak learning rate; unset: by family, weights and steps (docs/finetune.md)")
     search: int | None = option(None, "learning rates to try in short trainings; the best one is used")
     warmup_ratio: float | None = option(None, "fraction of the steps with warmup; unset: 0.002 (GPT) or 0.1")
     weight_decay: float = option(0.01, "weight decay of matrices; biases and norms have none")

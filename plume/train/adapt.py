@@ -20,10 +20,7 @@ from plume.model.heads import Model, NextToken
 from plume.model.transformer import Attention, EncoderDecoder, Transformer, initialise
 from plume.util.files import aside, write_json
 
-PART_NAMES = {"q": "attn.inner.q", "k": "attn.inner.k", "v": "attn.inner.v", "out": "attn.inner.out"} | {
-    "up": "mlp.inner.up",
-    "down": "mlp.inner.down",
-}
+PART_NAMES = {p: f"attn.inner.{p}" for p in ("q", "k", "v", "out")} | {p: f"mlp.inner.{p}" for p in ("up", "down")}
 
 
 def grow_table(model: Model, vocab_size: int) -> int:

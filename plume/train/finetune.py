@@ -27,7 +27,7 @@ from plume.tasks.token_rows import Grouped, LabelledBatch, LabelledRows, Validat
 from plume.train import adapt
 from plume.train.assessment import Assessment, assess
 from plume.train.distribute import Ranks, shared_precision
-from plume.train.finetune_plan import FinetunePlan, make_plan
+from plume.train.finetune_plan import FinetunePlan, make_plan, planned_steps
 from plume.train.finetune_report import (
     describe_data,
     describe_rate,
@@ -111,9 +111,8 @@ class TaskObjective:
 
     def __init__(self, kind: TaskKind, auxiliary_weight: float = 0.0, *, frozen_body: bool = False) -> None:
         self.kind, self.auxiliary_weight, self.frozen_body = kind, auxiliary_weight, frozen_body
-        self.parts: Mapping[str, float] = {"task": 1.0}
-        if auxiliary_weight:
-            self.parts = {"task": 1.0, "language_model": auxiliary_weight}
+        auxiliary = {"language_model": auxiliary_weight} if auxiliary_weight else {}
+        self.parts: Mapping[str, float] = {"task": 1.0, **auxiliary}
 
     def counts(self, batch: Any) -> Tensor:
         counts = [self.kind.count(batch), *([float(len(batch))] if self.auxiliary_weight else [])]
@@ -166,7 +165,7 @@ def build_model(plan: FinetunePlan, seed: int) -> tuple[Model, adapt.Freezer]:
 
 def train_config(plan: FinetunePlan, steps_per_epoch: int, seed: int, *, causal: bool) -> TrainConfig:
     config = plan.config
-    steps = planned_steps(config, steps_per_epoch)
+    steps = planned_steps(config, len(plan.train))
     warmup = (0.002 if causal else 0.1) if config.warmup_ratio is None else config.warmup_ratio
     part = steps_per_epoch // 5 if config.contrastive is None else steps // VALIDATIONS
     every = max(APART, part) if config.validate_every is None else config.validate_every
@@ -189,12 +188,6 @@ def train_config(plan: FinetunePlan, steps_per_epoch: int, seed: int, *, causal:
         checkpoint_every=steps_per_epoch if config.contrastive is None else steps,
         keep_last=1,
     )
-
-
-def planned_steps(config: FinetuneConfig, steps_per_epoch: int) -> int:
-    if config.contrastive is not None:
-        return config.contrastive
-    return max(1, math.ceil(config.epochs * steps_per_epoch))
 
 
 def run_seed(plan: FinetunePlan, seed: int, folder: Path, ranks: Ranks, precision: Precision) -> SeedResult:
@@ -231,7 +224,7 @@ def run_seed(plan: FinetunePlan, seed: int, folder: Path, ranks: Ranks, precisio
 def with_best_rate(plan: FinetunePlan, count: int, ranks: Ranks, precision: Precision) -> FinetunePlan:
     """The plan with the learning rate that a search finds."""
     folder = plan.config.folder
-    steps = min(LONGEST, planned_steps(plan.config, Grouped(plan.train, plan.config.batch, seed=0).steps))
+    steps = min(LONGEST, planned_steps(plan.config, len(plan.train)))
 
     def attempt(lr: float) -> float:
         return try_rate(replace(plan, lr=lr), steps, folder / "search", ranks, precision)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from plume.config import FinetuneConfig, ModelConfig, UserError
-from plume.hf import read_config, resolve
+from plume.config import AdaptConfig, FinetuneConfig, ModelConfig, UserError
+from plume.hf import read_config, resolve, stored_model
 from plume.model.heads import TOKEN_HEADS
 from plume.tasks import kind_named
 from plume.tasks.classify import ClassifyTask
@@ -24,7 +26,10 @@ KIND_OPTIONS = (
     "class_weights", "label_smoothing", "tune_threshold", "temperature", "beams", "answer_length",
     "template", "stride", "question_length", "labels", "target",
 )  # fmt: skip
-NEW_WEIGHTS_LR = 1e-3  # for weights that were not pretrained; pretrained ones never get more
+PAPER_SPREAD = 0.04  # of the weights of GPT-1, about: from the norms in Martin, Peng and Mahoney, 2021
+PAPER_STEPS = 200  # about those of the papers' smallest task
+FIRST_SPREAD = 0.02  # of weights that were not pretrained
+NEW_WEIGHTS_LR = 1e-3  # the most that they get; pretrained ones in proportion to their spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +80,9 @@ def make_plan(config: FinetuneConfig) -> FinetunePlan:
     elif not kind_class.encoder_decoder:
         tokenizer = with_task_tokens(tokenizer)
     kind = make_kind(kind_class, config, data, tokenizer, found.model)
-    lr, lr_source = learning_rate(config, found.model)
     train, validation = kind.encode(data.train), kind.encode(data.validation)
+    spread, steps = weight_spread(place, config.adapt), planned_steps(config, len(train))
+    lr, lr_source = learning_rate(config, found.model, spread, steps)
     return FinetunePlan(
         config=config,
         data=data,
@@ -187,16 +193,32 @@ def metric_name(config: FinetuneConfig, data: TaskData, kind: TaskKind) -> str:
     return config.metric
 
 
-def learning_rate(config: FinetuneConfig, model: ModelConfig) -> tuple[float, str]:
+def planned_steps(config: FinetuneConfig, rows: int) -> int:
+    if config.contrastive is not None:
+        return config.contrastive
+    return max(1, math.ceil(config.epochs * -(-rows // config.batch)))
+
+
+def learning_rate(config: FinetuneConfig, model: ModelConfig, spread: float, steps: int) -> tuple[float, str]:
     """The peak and where it comes from.
 
-    Adam moves each weight by about the rate, whatever the gradient, so the sum over a row moves by the rate times the
-    width: the papers' rates belong to their width, and narrower models take larger steps.
+    Adam moves each weight by about the rate, whatever the gradient. So the papers' rates belong to their width,
+    narrower models take larger steps; to the size of their weights, larger ones turn as far; and to hundreds of steps.
     """
     if config.lr is not None:
         return config.lr, "set by --lr"
     if config.adapt.mode in ("lora", "features"):
         return NEW_WEIGHTS_LR, f"for {config.adapt.mode}"
     paper, rate = ("GPT-1", 6.25e-5) if model.causal else ("BERT", 2e-5)
-    scaled = min(rate * PAPER_WIDTH / model.width, NEW_WEIGHTS_LR)
-    return scaled, f"{paper}'s {rate:g} at width {PAPER_WIDTH}, for width {model.width}"
+    scaled = rate * PAPER_WIDTH / model.width * spread / PAPER_SPREAD * max(1.0, math.sqrt(PAPER_STEPS / steps))
+    of_model = f"width {model.width}, weights of {spread:.2g}, {steps} steps"
+    return min(scaled, NEW_WEIGHTS_LR * spread / FIRST_SPREAD), f"{paper}'s {rate:g}, for {of_model}"
+
+
+def weight_spread(place: Path, config: AdaptConfig) -> float:
+    """The root mean square of the matrices in the middle layer that a fine-tuning begins with."""
+    if config.transfer_layers is not None and config.transfer_layers < 0:
+        return FIRST_SPREAD
+    blocks = adapt.layers_of(stored_model(place))
+    matrices = [p.detach().float() for p in blocks[len(blocks) // 2].parameters() if p.ndim == 2]
+    return math.sqrt(sum(float(p.square().sum()) for p in matrices) / sum(p.numel() for p in matrices))

@@ -180,10 +180,7 @@ def notes(plan: FinetunePlan, result: FinetuneResult) -> list[str]:
     lines, settings = list[str](), plan.kind.settings
     failed = [s.seed for s in result.seeds if s.failed]
     if failed:
-        lines += [
-            f"Failed runs (no better than ignoring the input): seeds {', '.join(map(str, failed))}.",
-            "",
-        ]
+        lines += [f"Failed runs (no better than ignoring the input): seeds {', '.join(map(str, failed))}.", ""]
     if settings.threshold is not None:
         lines += [f"Threshold of the second label, chosen on the validation rows: {settings.threshold:.4f}.", ""]
     if settings.null_threshold is not None:

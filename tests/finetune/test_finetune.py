@@ -14,13 +14,15 @@ from tiny import BAD, GOOD, config_of, random_base, tokenizer_of, write_reviews
 
 import plume
 from plume.config import PRESETS, AdaptConfig, FinetuneConfig, TaskConfig, UserError
+from plume.hf import load_model, save_model
 from plume.model.heads import Model
 from plume.model.ragged import length_groups
 from plume.tasks import Predictor
 from plume.tasks.schema import TaskSettings
 from plume.tasks.token_rows import Grouped, LabelledRows
+from plume.text import load_tokenizer
 from plume.train.finetune import finetune, seeds_of
-from plume.train.finetune_plan import learning_rate
+from plume.train.finetune_plan import learning_rate, make_plan
 from plume.train.finetune_report import plot_confusion
 from plume.util import files
 
@@ -89,18 +91,45 @@ def test_a_set_that_can_be_learned_is_learned(place):
 def test_the_papers_rates_follow_the_width(preset, rate):
     """Width 768 is the papers' own; 1024 and 128 are their rates times 768 / width."""
     config = FinetuneConfig(model="any", task=TaskConfig(train="any.csv"), folder="any")
-    assert learning_rate(config, PRESETS[preset])[0] == pytest.approx(rate)
-    assert learning_rate(replace(config, lr=0.5), PRESETS[preset]) == (0.5, "set by --lr")
-    narrow = replace(PRESETS[preset], width=4, heads=1)
+    paper = {"spread": 0.04, "steps": 234}  # of weights; of GPT-1 on RTE
+    assert learning_rate(config, PRESETS[preset], **paper)[0] == pytest.approx(rate)
+    assert learning_rate(config, PRESETS[preset], spread=0.04, steps=6000)[0] == pytest.approx(rate)
+    assert learning_rate(replace(config, lr=0.5), PRESETS[preset], **paper) == (0.5, "set by --lr")
     features = replace(config, adapt=FEATURES)
-    assert learning_rate(config, narrow)[0] == learning_rate(features, PRESETS[preset])[0] == 1e-3
+    assert learning_rate(features, PRESETS[preset], **paper)[0] == 1e-3
+    narrow = replace(PRESETS[preset], width=4, heads=1)
+    assert learning_rate(config, narrow, spread=0.02, steps=1)[0] == 1e-3  # the most for weights of that size
+
+
+def test_large_weights_and_few_steps_get_larger_rates():
+    """Weights made by Muon are several times as large, and a step of Adam at the papers' rate hardly turns them."""
+    config = FinetuneConfig(model="any", task=TaskConfig(train="any.csv"), folder="any")
+    usual = learning_rate(config, PRESETS["openai-gpt"], spread=0.04, steps=200)[0]
+    assert learning_rate(config, PRESETS["openai-gpt"], spread=0.12, steps=200)[0] == pytest.approx(3 * usual)
+    assert learning_rate(config, PRESETS["openai-gpt"], spread=0.04, steps=50)[0] == pytest.approx(2 * usual)
+
+
+def test_the_rate_follows_the_weights_that_training_begins_with(place):
+    """Twice the weights, twice the rate; reinitialised ones get that of first weights."""
+    table, twice = reviews(place), place / "twice"
+    model = load_model(place / "gpt2")
+    with torch.no_grad():
+        for p in model.body.blocks.parameters():
+            p *= 2
+    save_model(model, twice, tokenizer=load_tokenizer(place / "gpt2"))
+    config = config_for(place, "gpt2", "any", table, lr=None)
+    once = make_plan(config).lr
+    assert make_plan(replace(config, model=str(twice))).lr == pytest.approx(2 * once)
+    fresh = AdaptConfig(transfer_layers=-1)
+    assert len({make_plan(replace(config, model=str(m), adapt=fresh)).lr for m in (place / "gpt2", twice)}) == 1
 
 
 def test_the_rate_is_said_before_training(place, capsys):
-    finetune(config_for(place, "bert", "told", reviews(place), lr=None, epochs=0.2))
+    config = config_for(place, "bert", "told", reviews(place), lr=None, epochs=0.2)
+    finetune(config)
     said = capsys.readouterr().out
-    assert "learning rate 0.000" in said or "learning rate 0.001" in said
-    assert f"BERT's 2e-05 at width 768, for width {FAMILIES['bert'].width}" in said
+    assert f"learning rate {make_plan(config).lr:.3g} (" in said
+    assert f"BERT's 2e-05, for width {FAMILIES['bert'].width}, weights of 0." in said
 
 
 def test_what_picks_the_best_checkpoint_is_shown(place, capsys):
