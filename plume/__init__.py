@@ -7,6 +7,7 @@
     plume.distill(teacher="runs/a", folder="runs/c", steps=500)          a smaller student
     plume.evaluate(model="runs/a", tasks=["lambada"])                    scores on tasks
     plume.sweep(...), plume.plan(model="gpt2")                           several sizes; costs before a run
+    plume.reproduce(experiment="gpt1-layers", minutes=30)                a paper's experiment in small
 
 Each takes one config (plume.PretrainConfig, ...) or its fields by keyword; a field that only one section has needs no
 section name. Names are imported when they are first used.
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         ObjectiveConfig,
         PlanConfig,
         PretrainConfig,
+        ReproduceConfig,
         SamplingConfig,
         SweepConfig,
         TaskConfig,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
     from plume.evaluate import evaluate, sweep
     from plume.evaluate.report import EvaluationReport
     from plume.inference.sequences import Generation
+    from plume.lab.runner import reproduce
     from plume.lm import LM, load
     from plume.plan import Plan, plan
     from plume.train.distill import DistillResult, distill
@@ -59,6 +62,7 @@ _HOMES = {  # configs are in plume.config
     "plume.evaluate": ("evaluate", "sweep"),
     "plume.evaluate.report": ("EvaluationReport",),
     "plume.inference.sequences": ("Generation",),
+    "plume.lab.runner": ("reproduce",),
     "plume.lm": ("LM", "load"),
     "plume.plan": ("Plan", "plan"),
     "plume.train.distill": ("DistillResult", "distill"),
@@ -86,6 +90,7 @@ __all__ = [
     "PlanConfig",
     "Prepared",
     "PretrainConfig",
+    "ReproduceConfig",
     "RunResult",
     "SamplingConfig",
     "SweepConfig",
@@ -100,6 +105,7 @@ __all__ = [
     "plan",
     "prepare",
     "pretrain",
+    "reproduce",
     "sweep",
 ]
 

@@ -268,7 +268,7 @@ def sweep(words: Words, _: Flags) -> None:
 
 def reproduce(words: Words, _: Flags) -> None:
     wanted = settings(config.ReproduceConfig, words, "experiment")
-    from plume.lab.runner import reproduce as run
+    from plume.lab.runner import shown_experiments as run
 
     for shown in run(wanted):
         show(shown)

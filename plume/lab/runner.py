@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plume.config import PRESETS, ReproduceConfig, UserError, did_you_mean
+from plume.config import PRESETS, ReproduceConfig, UserError, did_you_mean, takes_fields
 from plume.lab.experiment import Experiment, Lab, LabJob, jobs_of
 from plume.lab.jobs import KINDS, Numbers
 from plume.lab.lab_report import write_report
@@ -27,20 +27,30 @@ if TYPE_CHECKING:
 SPEED_STEP = 0.012  # seconds of the step that is measured, on one core of the reference laptop
 
 
-def reproduce(config: ReproduceConfig) -> Iterator[RenderableType]:
+@takes_fields(ReproduceConfig)
+def reproduce(config: ReproduceConfig) -> dict[str, str]:
+    """Run an experiment of a paper in small, or all of them: reports in Markdown by name."""
+    if config.experiment is None or config.dry_run:
+        raise UserError(f"name an experiment to run, or all; experiments: {', '.join(EXPERIMENTS)}")
+    return {name: run_experiment(EXPERIMENTS[name], config) for name in chosen_experiments(config.experiment)}
+
+
+def chosen_experiments(name: str) -> list[str]:
+    if name == "all":
+        return list(EXPERIMENTS)
+    if name not in EXPERIMENTS:
+        raise UserError(f"there is no experiment {name!r}; plume reproduce lists them{did_you_mean(name, EXPERIMENTS)}")
+    return [name]
+
+
+def shown_experiments(config: ReproduceConfig) -> Iterator[RenderableType]:
     """What a person sees of each experiment; without a name, the list of them."""
     if config.experiment is None:
         yield overview(config)
         return
-    chosen = list(EXPERIMENTS) if config.experiment == "all" else [config.experiment]
-    for name in chosen:
-        if name not in EXPERIMENTS:
-            raise UserError(
-                f"there is no experiment {name!r}; plume reproduce lists them{did_you_mean(name, EXPERIMENTS)}"
-            )
     from rich.markdown import Markdown
 
-    for name in chosen:
+    for name in chosen_experiments(config.experiment):
         if config.dry_run:
             yield described(EXPERIMENTS[name], lab_for(EXPERIMENTS[name], config))
         else:
