@@ -21,11 +21,10 @@ fixed_rows, scaled_rows, int8_rows, int4_rows, level_rows = (
     for kind in (tiles.fixed_tile, tiles.scaled_tile, tiles.int8_tile, tiles.int4_tile, tiles.level_tile)
 )
 WORTH_UNPACKING = 2 * tiles.TOGETHER[0]  # up to so many rows, reading a panel's bits again costs less
-fixed_1x4, scaled_1x4, int8_1x4 = (
-    tiles.tile(kind(1, 4)) for kind in (tiles.fixed_tile, tiles.scaled_tile, tiles.int8_tile)
+ABREAST = 4 if lanes.WIDE else 2  # panels that one row meets together: their sums fill the registers
+fixed_1, scaled_1, int8_1, int4_1 = (
+    tiles.tile(kind(1, ABREAST)) for kind in (tiles.fixed_tile, tiles.scaled_tile, tiles.int8_tile, tiles.int4_tile)
 )
-ABREAST = 4 if lanes.WIDE else 2  # int4 panels that one row meets together: their sums fill the registers
-int4_1 = tiles.tile(tiles.int4_tile(1, ABREAST))
 bytes_of_panel = compiled(forms.panel_bytes)
 LOG2_E, LN2_HIGH, LN2_LOW = np.float32(1.44269504), np.float32(0.693359375), np.float32(-2.12194440e-4)
 E0, E1, E2, E3, E4, E5 = (
@@ -196,9 +195,9 @@ def multiply(
     p = panels
     while p < until:
         at, to, start = weights + p * size, out + p * PANEL * 4, 0 if bias == 0 else bias + p * PANEL * 4
-        if rows == 1 and p + 4 <= until:
-            four_panels(kind, at, size, depth, values, stride, start, to, out_stride)
-            p += 4
+        if rows == 1 and p + ABREAST <= until:
+            panels_abreast(kind, at, size, depth, values, stride, start, to, out_stride)
+            p += ABREAST
         else:
             one_panel(kind, at, depth, values, stride, rows, start, to, out_stride, memory)
             p += 1
@@ -208,20 +207,18 @@ multiply_panels = linked(multiply, 12)
 
 
 @compiled
-def four_panels(
+def panels_abreast(
     kind: int, at: int, size: int, depth: int, values: int, stride: int, start: int, to: int, out_stride: int
 ) -> None:
-    """Four panels times one row."""
+    """ABREAST panels times one row."""
     if kind == forms.INT8:
-        int8_1x4(at, size, values, stride, start, to, out_stride, depth // GROUP)
+        int8_1(at, size, values, stride, start, to, out_stride, depth // GROUP)
     elif kind == forms.FLOAT32:
-        scaled_1x4(at, size, values, stride, start, to, out_stride, depth)
+        scaled_1(at, size, values, stride, start, to, out_stride, depth)
     elif kind == forms.FLOAT24:
-        fixed_1x4(at, size, values, stride, start, to, out_stride, depth)
+        fixed_1(at, size, values, stride, start, to, out_stride, depth)
     else:
-        for p in range(0, 4, ABREAST):
-            begin, end = 0 if start == 0 else start + p * PANEL * 4, to + p * PANEL * 4
-            int4_1(at + p * size, size, values, stride, begin, end, out_stride, depth // GROUP)
+        int4_1(at, size, values, stride, start, to, out_stride, depth // GROUP)
 
 
 @compiled

@@ -38,6 +38,8 @@ def _fetch(
 ) -> None:
     """Ask for the bytes that these panels will need soon after this offset. Behind a panel's end its neighbour begins,
     which is being read already, so from there on those are meant that a hop further on are next."""
+    if not lanes.WIDE:  # there the machine's own prefetcher reads float32 weights faster alone: 33 GB/s, not 27
+        return
     pointer = ir.PointerType()
     kind = ir.FunctionType(ir.VoidType(), [pointer, lanes.I32, lanes.I32, lanes.I32])
     fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", [], kind)
