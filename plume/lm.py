@@ -281,6 +281,8 @@ class LM:
         self._check_generates()
 
         def one(each: str) -> list[str]:
+            if not isinstance(each, str):
+                raise UserError(f"expected a text, not {each!r}")
             begun = each[-1:].isalnum() or each.endswith(" ")  # most tokens of words begin with their space
             config = SamplingConfig(temperature=0, max_new_tokens=8, token_healing=begun)
             sequence = self._sequence(self.encode(each), config, seed=0, sample=0)

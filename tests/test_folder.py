@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from plume.config import UserError
 from plume.data.sources import load_hub
-from plume.hf import load_model, model_hash, resolve, save_model
+from plume.hf import load_model, model_hash, read_embedding, resolve, save_model
 
 
 @pytest.fixture
@@ -229,6 +229,17 @@ def test_a_broken_file_of_weights_without_a_head_named(folder):
     path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "architectures"}))
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")  # no pickle
     refused(folder, "pytorch_model.bin")
+
+
+def test_relative_positions_are_refused(tmp_path):
+    folder = save_model(random_model(FAMILIES["bert"], "masked-token"), tmp_path / "bert")
+    edit_config(folder, position_embedding_type="relative_key")
+    refused(folder, "position_embedding_type='relative_key' is not supported")
+
+
+def test_modules_json_of_another_folder_is_not_read(folder):
+    (folder.parent / "modules.json").write_text("{}")  # of anything
+    assert read_embedding(folder) is None
 
 
 def test_a_translation_config_without_sizes(folder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, field
+from dataclasses import Field, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeVar
@@ -69,11 +69,18 @@ class Checked:
     """A config that refuses what cannot work, all of it in one error."""
 
     def __post_init__(self) -> None:
-        refuse(self._problems())
+        refuse([*fractions(self), *self._problems()])
 
     def _problems(self) -> Iterable[str]:
         """A sentence for each."""
         raise NotImplementedError
+
+
+def fractions(config: Any) -> Iterator[str]:
+    """A sentence for each count that is no whole number: Python does not check types, and 2.5 is never reached."""
+    for one in fields(config):
+        if str(one.type).startswith("int") and isinstance(value := getattr(config, one.name), float):
+            yield f"{one.name}={value} must be a whole number"
 
 
 def unknown_encoding(encoding: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,7 @@ from plume.config.fields import (
     about,
     at_home,
     below_one,
+    fractions,
     not_positive,
     option,
     refuse,
@@ -64,7 +65,7 @@ class SamplingConfig:
     speculate_tokens: int = option(6, "draft tokens per step")
 
     def __post_init__(self) -> None:
-        refuse(sentence for wrong, sentence in self._checks() if wrong)
+        refuse([*fractions(self), *(sentence for wrong, sentence in self._checks() if wrong)])
 
     @property
     def sequences(self) -> int:
@@ -82,9 +83,6 @@ class SamplingConfig:
 
     def _checks(self) -> Iterator[tuple[bool, str]]:
         limit, t = self.max_new_tokens, self.temperature
-        for one in fields(self):  # Python does not check types: 2.5 tokens are never reached
-            value, whole = getattr(self, one.name), str(one.type).startswith("int")
-            yield whole and isinstance(value, float), f"{one.name}={value} must be a whole number"
         yield limit is not None and limit < 1, f"max_new_tokens={limit} must be at least 1, or none"
         yield self.min_new_tokens < 0, f"min_new_tokens={self.min_new_tokens} cannot be negative; 0 turns it off"
         yield not 0 <= t < math.inf, f"temperature={t} must be 0 (the likeliest token) or more, for example 0.8"

@@ -183,7 +183,7 @@ class EmbeddingConfig:
 
 def read_embedding(folder: Path) -> EmbeddingConfig | None:
     """What modules.json says of pooling, normalisation and length; None where there is no such file."""
-    root = folder if (folder / "modules.json").is_file() else folder.parent
+    root = folder.parent if folder.name == "0_Transformer" else folder
     if not (root / "modules.json").is_file():
         return None
     try:

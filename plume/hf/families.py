@@ -271,7 +271,7 @@ BERT = Family(
         "attention_bias": True,
         "summary": "tanh",
     },
-    constants={"is_decoder": False, "add_cross_attention": False},
+    constants={"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"},
     output="cls.predictions.decoder.weight",
     ties={
         "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",

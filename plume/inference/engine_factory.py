@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 import sys
@@ -23,6 +24,8 @@ from plume.inference.engine import EncoderEngine, Engine, Logits
 from plume.inference.speculation import check_draft
 
 if TYPE_CHECKING:
+    import torch
+
     from plume.inference.cpu.cpu_engine import CpuEngine
     from plume.model.heads import Model
 
@@ -79,7 +82,8 @@ def engine_for(model: Model, wanted: EngineConfig | None = None) -> Engine:
     wanted = EngineConfig() if wanted is None else wanted
     if wants_cpu(model.config, wanted):
         return cpu_engine(packing.pack(finite(model), _precision(wanted)), wanted)
-    return torch_engine(model, wanted)
+    rounded = wanted.precision in ("bfloat16", "float16")  # a copy, since the model may be in training
+    return torch_engine(copy.deepcopy(model) if rounded else model, wanted)
 
 
 def _precision(wanted: EngineConfig) -> PrecisionOrAuto:
@@ -104,6 +108,16 @@ def torch_engine(model: Model, wanted: EngineConfig) -> Engine:
     if wanted.threads is not None:
         torch.set_num_threads(wanted.threads)
     return TorchEngine(model, slots=wanted.slots, compiled=wanted.compile)
+
+
+def torch_device(wanted: EngineConfig) -> torch.device | str:
+    """Where what the engine does not compute is computed: beside it."""
+    from plume.util.devices import pick_device
+
+    on_cpu = wanted.engine == "cpu" or wanted.packed_only
+    if on_cpu or (wanted.device == "auto" and wanted.engine == "auto" and not gpu_here()):
+        return "cpu"
+    return pick_device(wanted.device)
 
 
 def packed_weights(folder: Path, precision: PrecisionOrAuto) -> Packed:
@@ -180,7 +194,7 @@ class EngineHandle:
         with self._lock:
             if self._model is None:
                 assert self.folder is not None
-                self._model = finite(load_model(self.folder))
+                self._model = finite(load_model(self.folder)).to(torch_device(self.config))
                 self._loaded = self._packed = versions(self._model)
             return self._model
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from plume.inference import onnx_export
 from plume.inference.cpu.four_bits import iq4_blocks
 from plume.model.heads import Model
 from plume.text import Tokenizer, load_tokenizer
-from plume.util.files import aside
+from plume.util.files import aside, room_on_disk
 
 # how far the written file's logits may be from ours, relative to their spread; llama.cpp rounds GELU to half precision
 TOLERANCE = {"float32": 1e-2, "float16": 2e-2, "int8": 1.5e-1, "int4": 1.0}
@@ -78,8 +79,11 @@ def export_onnx(model: Model, folder: Path, config: ExportConfig) -> Exported:
     if config.precision != "float32":
         raise UserError(f"precision={config.precision} is for GGUF; ONNX is written as float32")
     graph = onnx_export.graph_of(model, read_embedding(folder), cache=config.cache is True)
-    with aside(config.path) as hidden:
-        onnx_export.write(graph, hidden)
+    config.path.parent.mkdir(parents=True, exist_ok=True)
+    with room_on_disk(config.path), TemporaryDirectory(prefix=".", dir=config.path.parent) as hidden:
+        onnx_export.write(graph, Path(hidden) / config.path.name)
+        for file in sorted(Path(hidden).iterdir(), reverse=True):  # weights beyond 2 GB are in one of their own
+            file.replace(config.path.with_name(file.name))
     difference = onnx_export.difference(graph, config.path)
     if difference is None:
         return Exported(config.path, None, float("nan"))

@@ -107,7 +107,7 @@ def fit_prompt(prompt: Sequence[int], config: SamplingConfig, context: int, voca
     if len(prompt) < context:
         return list(prompt)
     new = 1 if config.max_new_tokens is None else config.max_new_tokens
-    cut = max(1, context - new)
+    cut = max(1, context - new if new < context else context // 2)
     if config.overflow == "refuse":
         raise UserError(
             f"the prompt has {len(prompt)} tokens, but the context holds {context} with at least one new one; "

@@ -305,7 +305,7 @@ def saved_page(lm: LM, name: str) -> str:
     if reason is not None:
         raise UserError(f"{name} cannot be saved as a page: {reason}; `plume explore {name}` serves it")
     known = {path: file.content.decode() for path, file in static_files().items()}
-    packed = pack(finite(lm.model), "int8")
+    packed = pack(finite(lm.model).cpu(), "int8")
     modules = {path: text for path, text in known.items() if path.endswith(".js") and path not in ("api.js", "docs.js")}
     modules["api.js"] = modules.pop("saved/api.js")
     imports = {f"plume/{path}": data_url("text/javascript", absolute(path, text)) for path, text in modules.items()}

@@ -201,6 +201,21 @@ def test_where_an_export_goes(tmp_path, monkeypatch):
     assert ExportConfig(model="openai-community/gpt2", precision="int8").path == Path("model-int8.gguf")
 
 
+def test_weights_in_a_file_of_their_own(trained_folder, tmp_path, monkeypatch):
+    """A graph names that file, so both have their names before they take their places."""
+    from plume.inference import onnx_export
+
+    def write(graph, path):
+        path.write_text(f"weights: {path.name}.data")
+        path.with_name(f"{path.name}.data").write_text("weights")
+
+    monkeypatch.setattr(onnx_export, "write", write)
+    monkeypatch.setattr(onnx_export, "difference", lambda graph, path: 0.0)
+    export(ExportConfig(model=str(trained_folder), format="onnx", out=tmp_path / "new" / "model.onnx"))
+    found = {file.name: file.read_text() for file in (tmp_path / "new").iterdir()}
+    assert found == {"model.onnx": "weights: model.onnx.data", "model.onnx.data": "weights"}
+
+
 def test_a_file_is_named_like_its_format():
     for out, kind in (("model.onnx", "gguf"), ("model.GGUF", "onnx")):
         with pytest.raises(UserError, match=f"out={out} is named like another format than format={kind}"):

@@ -484,6 +484,8 @@ def test_embeddings_do_not_depend_on_padding(lm):
         (lambda lm: lm.generate("a", speculate="draft"), "draft"),
         (lambda lm: lm.next_tokens("a", k=0), "k=0"),
         (lambda lm: lm.suggest("a", n=0), "n=0"),
+        (lambda lm: lm.suggest([5, 6]), r"expected a text, not \[5, 6\]"),
+        (lambda lm: lm.generate("a" * 99), "overflow=truncate keeps the last 32,"),  # 100 new tokens would leave none
         (lambda lm: lm.score([5, 10**6]), "token id 1000000"),
         (lambda lm: lm.score("a text", stride=0), "stride=0 must lie between 1 and 64"),
         (lambda lm: lm.score("a text", stride=65), "stride=65"),

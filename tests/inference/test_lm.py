@@ -274,3 +274,23 @@ def test_a_saved_folder_of_sentence_transformers_gives_the_same_vectors(tokenize
     again = load(lm.save(tmp_path / "b"))
     np.testing.assert_array_equal(again.embed(PROMPTS), lm.embed(PROMPTS))
     assert read_embedding(again.folder) == settings
+
+
+def test_what_the_engine_does_not_compute_is_on_its_device(trained_folder, monkeypatch):
+    with pytest.raises(UserError, match="device='cuda:77'"):
+        load(trained_folder, device="cuda:77").embed("a")  # it was ignored
+    asked = list[str]()
+
+    def pick(wanted):
+        asked.append(wanted)
+        return torch.device("meta")
+
+    monkeypatch.setattr("plume.util.devices.pick_device", pick)
+    assert load(trained_folder, device="cuda").model.table.device.type == "meta" and asked == ["cuda"]
+    assert load(trained_folder, precision="int8").model.table.device.type == "cpu"
+
+
+def test_a_model_in_memory_keeps_its_precision(open_lm):
+    lm = open_lm(EngineConfig(engine="torch", precision="bfloat16", device="cpu"))
+    assert lm.generate("hello", max_new_tokens=2, seed=1).tokens
+    assert lm.model.table.dtype == torch.float32 and lm.engine.model.table.dtype == torch.bfloat16
