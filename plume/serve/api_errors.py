@@ -72,9 +72,11 @@ def busy(message: str, seconds: float) -> ApiError:
 
 
 def invalid(error: RequestValidationError) -> ApiError:
-    """The first problem of a body, with its field."""
-    first = error.errors()[0]
-    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    """The first problem of a body, with its field; where a value may be of several types, what is wrong in one."""
+    found = error.errors()
+    first = next((e for e in found if not e["type"].endswith("_type")), found[0])
+    parts = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+    place = [part for part in parts if part.isidentifier() or part.isdigit()]  # the others are names of types
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json")
     name = (first.get("ctx") or {}).get("field", place[0] if place else None)

@@ -15,11 +15,14 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from running import serving
 
 from plume.cli.verbs import settings
 from plume.config import ExploreConfig, ServeConfig, UserError
-from plume.serve import new_key
+from plume.serve import new_key, schemas
+from plume.serve.api_errors import invalid
 from plume.serve.middleware import RateLimiter
 from plume.serve.served_models import named
 
@@ -292,3 +295,20 @@ def test_a_new_key_is_printed_once(capsys):
     said = capsys.readouterr().out.split()
     key, hashed = said[1], said[3]
     assert hashlib.sha256(key.encode()).hexdigest() == hashed
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "says"),
+    [
+        (schemas.ClassifyRequest, [], "input: List should have at least 1 item after validation, not 0"),
+        (schemas.ClassifyRequest, 5, "input: Input should be a valid string"),
+        (schemas.PredictRequest, [{"text": {"a": 1}}], "input.0.text: Input should be a valid string"),
+    ],
+)
+def test_a_wrong_value_of_a_field_of_several_types(kind, given, says):
+    """No names of types stand in the message, and what is wrong in the right type comes first."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate({"model": "m", "input": given})
+    errors = [{**e, "loc": ("body", *e["loc"])} for e in caught.value.errors()]
+    refused = invalid(RequestValidationError(errors))
+    assert (refused.message, refused.param) == (says, "input")
