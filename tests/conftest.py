@@ -12,20 +12,19 @@ EXPECTED_SKIPS = ("needs the real data folder", "needs a GPU")  # any other skip
 
 # begun first, so that two workers end together: `make test` hands out whole files, in this order
 LONGEST = [
-    "inference/test_engines",
-    "serve/test_views",
     "serve/test_explorer",
-    "inference/test_lm",
     "train/test_train_pretrain",
+    "serve/test_views",
     "data/test_data_prepare",
-    "inference/test_export",
-    "test_foreign_folders",
     "finetune/test_finetune",
     "train/test_train_init_from",
-    "inference/test_generate",
+    "inference/test_beam",
+    "inference/test_export",
+    "test_foreign_folders",
     "lab/test_lab",
     "serve/test_page",
     "data/test_data_masked",
+    "inference/test_engines",
     "data/test_data_shards",
     "finetune/test_findings",
     "train/test_train_loop",
@@ -34,6 +33,8 @@ LONGEST = [
     "serve/test_steady",
     "serve/test_saved",
     "evaluate/test_evaluate_report",
+    "inference/test_generate",
+    "inference/test_bench",
     "evaluate/test_evaluate_formats",
 ]
 

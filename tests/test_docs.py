@@ -71,7 +71,7 @@ def evaluation_data() -> dict[str, str]:
         "lambada/lambada_test.jsonl": [{"text": "The cat was hungry, so the man fed the cat"}] * 3,
         "hellaswag/hellaswag_val.jsonl": [hellaswag | {"label": n % 4} for n in range(4)],
         "hellaswag/hellaswag_train.jsonl": [hellaswag | {"label": 0, "activity_label": str(n)} for n in range(8)],
-        "blimp/agreement.jsonl": [pair | {"pairID": str(n)} for n in range(3)],
+        "blimp/data/agreement.jsonl": [pair | {"pairID": str(n)} for n in range(3)],
     }
     files = {f"data/{name}": "".join(json.dumps(row) + "\n" for row in rows) for name, rows in lines.items()}
     return files | {"data/wikitext-2/wiki.test.raw": " \n = Page = \n \n The cat was hungry . It ate milk . \n"}

@@ -56,7 +56,7 @@ def test_of_prepared_data():
 
 def test_of_a_fine_tuning():
     seed = SeedResult(0, 1.0, {}, 1, 1, 1.0, False)
-    judged = Assessment({}, None, None, [], "add rows")
+    judged = Assessment(baselines={}, verdict=None, test_verdict=None, findings=[], next_step="add rows")
     written = FinetuneResult(Path(), "classify", "accuracy", [seed], seed, assessment=judged).as_json()
     assert first_cells("results.json") == written.keys()
     assert names(SeedResult) - words("results.json") == written["summary"].keys() - words("results.json") == set()
