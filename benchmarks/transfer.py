@@ -3,12 +3,14 @@
     python -m benchmarks.transfer [--tasks restoring sentiment] [--rows 100 400] [--seeds 5] [--out FOLDER]
 
 Every seed draws its own training rows. Both networks train with their default learning rates, and each may take the
-other's instead, by its validation score with the first seed. Runs are kept in FOLDER/runs.jsonl and not repeated.
+other's instead, by its validation score with the first seed. Runs are kept in FOLDER, a file for each model, and are
+not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import random
@@ -36,6 +38,7 @@ from plume.config import (
     TokenizerConfig,
     TrainConfig,
 )
+from plume.hf import resolve
 from plume.lab.verdicts import paired_test
 from plume.model.heads import Model
 from plume.tasks.schema import Example
@@ -350,7 +353,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.data is None:
         skip("what pretraining is worth is measured on real tasks, which are not here; --data names their folder")
-    log = Log(args.out / "runs.jsonl")
+    weights = (resolve(args.model) / "model.safetensors").read_bytes()
+    log = Log(args.out / f"runs-{hashlib.sha256(weights).hexdigest()[:8]}.jsonl")
     for count in args.rows:
         for name in args.tasks:
             Curves(TASKS[name], count, args, log).all()
