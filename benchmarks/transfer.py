@@ -244,16 +244,12 @@ def scores_of(runs: list[Run], variant: str, rates: str | None = None) -> list[f
     return [run["test"] for run in sorted(own, key=lambda run: run["seed"]) if run["rates"] == rates]
 
 
-def points(log: Log) -> Iterator[tuple[str, int, list[Run]]]:
+def points(log: Log, seeds: int) -> Iterator[tuple[str, int, list[Run]]]:
     """Each task and number of rows of which all seeds are there."""
     for name, count in dict.fromkeys((run["task"], run["rows"]) for run in log.runs):
         runs = [run for run in log.runs if (run["task"], run["rows"]) == (name, count)]
-        seeds = {
-            len(scores_of(runs, variant))
-            for variant in (*ADAPT, "trivial")
-            if any(r["variant"] == variant for r in runs)
-        }
-        if len(seeds) == 1 and {run["variant"] for run in runs} == {*ADAPT, "trivial"}:
+        names = (*ADAPT, "trivial")
+        if {run["variant"] for run in runs} == set(names) and all(len(scores_of(runs, n)) == seeds for n in names):
             yield name, count, runs
 
 
@@ -286,10 +282,10 @@ def figures(name: str, count: int, runs: list[Run]) -> list[Figure]:
     ]
 
 
-def summary(log: Log) -> list[Figure]:
+def summary(log: Log, seeds: int) -> list[Figure]:
     """On how many tasks pretraining pays, and on how many it also beats the trivial model."""
     pays, beats = set(), set()
-    for name, _, runs in points(log):
+    for name, _, runs in points(log, seeds):
         best, fresh, trivial = (scores_of(runs, variant) for variant in (*ADAPT, "trivial"))
         gain, over = paired_test(best, fresh), paired_test(best, trivial)
         if gain.mean >= GAIN and gain.p < CERTAIN:
@@ -311,9 +307,9 @@ def summary(log: Log) -> list[Figure]:
     ]
 
 
-def plot(log: Log, file: Path) -> None:
+def plot(log: Log, seeds: int, file: Path) -> None:
     """A panel for each task: score by labelled rows."""
-    found = list(points(log))
+    found = list(points(log, seeds))
     names = list(dict.fromkeys(name for name, _, _ in found))
     if not names:
         return
@@ -358,11 +354,12 @@ def main() -> None:
     for count in args.rows:
         for name in args.tasks:
             Curves(TASKS[name], count, args, log).all()
-    for name, count, runs in points(log):
-        report(*figures(name, count, runs))
-    report(*summary(log))
+    for name, count, runs in points(log, args.seeds):
+        if name in args.tasks and count in args.rows:
+            report(*figures(name, count, runs))
+    report(*summary(log, args.seeds))
     if args.plot is not None:
-        plot(log, args.plot)
+        plot(log, args.seeds, args.plot)
 
 
 if __name__ == "__main__":
