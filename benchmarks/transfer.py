@@ -3,12 +3,14 @@
     python -m benchmarks.transfer [--tasks restoring sentiment] [--rows 100 400] [--seeds 5] [--out FOLDER]
 
 Every seed draws its own training rows. Both networks train with their default learning rates, and each may take the
-other's instead, by its validation score with the first seed. Runs are kept in FOLDER/runs.jsonl and not repeated.
+other's instead, by its validation score with the first seed. Runs are kept in FOLDER, a file for each model, and are
+not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import random
@@ -36,6 +38,7 @@ from plume.config import (
     TokenizerConfig,
     TrainConfig,
 )
+from plume.hf import resolve
 from plume.lab.verdicts import paired_test
 from plume.model.heads import Model
 from plume.tasks.schema import Example
@@ -241,16 +244,12 @@ def scores_of(runs: list[Run], variant: str, rates: str | None = None) -> list[f
     return [run["test"] for run in sorted(own, key=lambda run: run["seed"]) if run["rates"] == rates]
 
 
-def points(log: Log) -> Iterator[tuple[str, int, list[Run]]]:
+def points(log: Log, seeds: int) -> Iterator[tuple[str, int, list[Run]]]:
     """Each task and number of rows of which all seeds are there."""
     for name, count in dict.fromkeys((run["task"], run["rows"]) for run in log.runs):
         runs = [run for run in log.runs if (run["task"], run["rows"]) == (name, count)]
-        seeds = {
-            len(scores_of(runs, variant))
-            for variant in (*ADAPT, "trivial")
-            if any(r["variant"] == variant for r in runs)
-        }
-        if len(seeds) == 1 and {run["variant"] for run in runs} == {*ADAPT, "trivial"}:
+        names = (*ADAPT, "trivial")
+        if {run["variant"] for run in runs} == set(names) and all(len(scores_of(runs, n)) == seeds for n in names):
             yield name, count, runs
 
 
@@ -283,10 +282,10 @@ def figures(name: str, count: int, runs: list[Run]) -> list[Figure]:
     ]
 
 
-def summary(log: Log) -> list[Figure]:
+def summary(log: Log, seeds: int) -> list[Figure]:
     """On how many tasks pretraining pays, and on how many it also beats the trivial model."""
     pays, beats = set(), set()
-    for name, _, runs in points(log):
+    for name, _, runs in points(log, seeds):
         best, fresh, trivial = (scores_of(runs, variant) for variant in (*ADAPT, "trivial"))
         gain, over = paired_test(best, fresh), paired_test(best, trivial)
         if gain.mean >= GAIN and gain.p < CERTAIN:
@@ -308,9 +307,9 @@ def summary(log: Log) -> list[Figure]:
     ]
 
 
-def plot(log: Log, file: Path) -> None:
+def plot(log: Log, seeds: int, file: Path) -> None:
     """A panel for each task: score by labelled rows."""
-    found = list(points(log))
+    found = list(points(log, seeds))
     names = list(dict.fromkeys(name for name, _, _ in found))
     if not names:
         return
@@ -350,15 +349,17 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     if args.data is None:
         skip("what pretraining is worth is measured on real tasks, which are not here; --data names their folder")
-    log = Log(args.out / "runs.jsonl")
+    weights = (resolve(args.model) / "model.safetensors").read_bytes()
+    log = Log(args.out / f"runs-{hashlib.sha256(weights).hexdigest()[:8]}.jsonl")
     for count in args.rows:
         for name in args.tasks:
             Curves(TASKS[name], count, args, log).all()
-    for name, count, runs in points(log):
-        report(*figures(name, count, runs))
-    report(*summary(log))
+    for name, count, runs in points(log, args.seeds):
+        if name in args.tasks and count in args.rows:
+            report(*figures(name, count, runs))
+    report(*summary(log, args.seeds))
     if args.plot is not None:
-        plot(log, args.plot)
+        plot(log, args.seeds, args.plot)
 
 
 if __name__ == "__main__":
