@@ -73,7 +73,6 @@ def make_plan(config: FinetuneConfig) -> FinetunePlan:
         raise UserError(f"adapt.mode='features' trains a new head, which {kind_class.name} tasks lack; use lora")
     check_contrastive(config, kind_class, data)
     check_options(config, kind_class, data, found.model)
-    auxiliary_weight = auxiliary_weight_of(config, kind_class, found.model.causal)
     tokenizer = load_tokenizer(place)
     if kind_class.decoder_only and not found.model.decoder_layers:
         tokenizer = with_end_token(tokenizer)
@@ -81,8 +80,8 @@ def make_plan(config: FinetuneConfig) -> FinetunePlan:
         tokenizer = with_task_tokens(tokenizer)
     kind = make_kind(kind_class, config, data, tokenizer, found.model)
     train, validation = kind.encode(data.train), kind.encode(data.validation)
-    spread, steps = weight_spread(place, config.adapt), planned_steps(config, len(train))
-    lr, lr_source = learning_rate(config, found.model, spread, steps)
+    steps = planned_steps(config, len(train))
+    lr, lr_source = learning_rate(config, found.model, weight_spread(place, config.adapt), steps)
     return FinetunePlan(
         config=config,
         data=data,
@@ -91,7 +90,7 @@ def make_plan(config: FinetuneConfig) -> FinetunePlan:
         train=train,
         validation=validation,
         metric=metric_name(config, data, kind),
-        auxiliary_weight=auxiliary_weight,
+        auxiliary_weight=auxiliary_weight_of(config, kind_class, found.model.causal),
         lr=lr,
         lr_source=lr_source,
         width=found.model.width,
