@@ -60,8 +60,7 @@ class FinetunePlan:
 def make_plan(config: FinetuneConfig) -> FinetunePlan:
     """Read the task and tokenise it for the model."""
     place = resolve(config.model)
-    found = read_config(place)
-    data = load_task(config.task, seed=config.seed)
+    found, data = read_config(place), load_task(config.task, seed=config.seed)
     kind_class = kind_named(data.kind)
     check_family(kind_class, found.model, found.family.model_type)
     if kind_class.head not in found.family.heads:
@@ -73,6 +72,7 @@ def make_plan(config: FinetuneConfig) -> FinetunePlan:
         raise UserError(f"adapt.mode='features' trains a new head, which {kind_class.name} tasks lack; use lora")
     check_contrastive(config, kind_class, data)
     check_options(config, kind_class, data, found.model)
+    auxiliary_weight = auxiliary_weight_of(config, kind_class, found.model.causal)
     tokenizer = load_tokenizer(place)
     if kind_class.decoder_only and not found.model.decoder_layers:
         tokenizer = with_end_token(tokenizer)
@@ -90,7 +90,7 @@ def make_plan(config: FinetuneConfig) -> FinetunePlan:
         train=train,
         validation=validation,
         metric=metric_name(config, data, kind),
-        auxiliary_weight=auxiliary_weight_of(config, kind_class, found.model.causal),
+        auxiliary_weight=auxiliary_weight,
         lr=lr,
         lr_source=lr_source,
         width=found.model.width,
