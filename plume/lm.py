@@ -280,7 +280,7 @@ class LM:
             raise UserError(f"n={n} must be at least 1, for example 3")
         self._check_generates()
 
-        def one(each: str) -> list[str]:
+        def one(each: Any) -> list[str]:
             if not isinstance(each, str):
                 raise UserError(f"expected a text, not {each!r}")
             begun = each[-1:].isalnum() or each.endswith(" ")  # most tokens of words begin with their space

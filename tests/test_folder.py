@@ -205,6 +205,15 @@ def test_saving_again_replaces_the_model_and_nothing_else(folder):
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
+def test_a_link_to_a_model_folder_stays_a_link(folder):
+    link = folder.with_name("link")
+    link.symlink_to(folder)
+    (folder / "notes.txt").write_text("mine")
+    new = random_model(FAMILIES["gpt2"], seed=1)
+    assert save_model(new, link) == link and link.is_symlink()
+    assert torch.equal(load_model(folder).table, new.table) and (folder / "notes.txt").read_text() == "mine"
+
+
 def test_a_config_json_alone_makes_no_model_folder(tmp_path):
     (tmp_path / "project" / "src").mkdir(parents=True)
     (tmp_path / "project" / "config.json").write_text('{"port": 80}')

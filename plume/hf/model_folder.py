@@ -188,7 +188,8 @@ def save_model(
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model only vocab_size={model.config.vocab_size}"
         )
-    with aside(place, keep=lambda name: MODEL_FILES.fullmatch(name) is None) as new:
+    target = place.resolve() if place.is_symlink() else place  # a link stays one
+    with aside(target, keep=lambda name: MODEL_FILES.fullmatch(name) is None) as new:
         write_json(new / "config.json", to_hf_config(model, tokenizer))
         write_tensors(folder_tensors(model), new, max_shard_bytes, gather)
         if tokenizer is not None:
