@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from plume.config import AdaptConfig, FinetuneConfig, ModelConfig, UserError
+from plume.config import FinetuneConfig, ModelConfig, UserError
 from plume.hf import read_config, resolve, stored_model
 from plume.model.heads import TOKEN_HEADS
 from plume.tasks import kind_named
@@ -80,8 +80,8 @@ def make_plan(config: FinetuneConfig) -> FinetunePlan:
         tokenizer = with_task_tokens(tokenizer)
     kind = make_kind(kind_class, config, data, tokenizer, found.model)
     train, validation = kind.encode(data.train), kind.encode(data.validation)
-    steps = planned_steps(config, len(train))
-    lr, lr_source = learning_rate(config, found.model, weight_spread(place, config.adapt), steps)
+    spread, steps = weight_spread(place, config), planned_steps(config, len(train))
+    lr, lr_source = learning_rate(config, found.model, spread, steps)
     return FinetunePlan(
         config=config,
         data=data,
@@ -214,9 +214,9 @@ def learning_rate(config: FinetuneConfig, model: ModelConfig, spread: float, ste
     return min(scaled, NEW_WEIGHTS_LR * spread / FIRST_SPREAD), f"{paper}'s {rate:g}, for {of_model}"
 
 
-def weight_spread(place: Path, config: AdaptConfig) -> float:
-    """The root mean square of the matrices in the middle layer that a fine-tuning begins with."""
-    if config.transfer_layers is not None and config.transfer_layers < 0:
+def weight_spread(place: Path, config: FinetuneConfig) -> float:
+    """The root mean square of the matrices in the middle layer, which are not read where the rate is set."""
+    if config.lr is not None or (config.adapt.transfer_layers is not None and config.adapt.transfer_layers < 0):
         return FIRST_SPREAD
     blocks = adapt.layers_of(stored_model(place))
     matrices = [p.detach().float() for p in blocks[len(blocks) // 2].parameters() if p.ndim == 2]
