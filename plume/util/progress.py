@@ -45,13 +45,14 @@ class Progress:
         if not self.quiet and console.is_terminal:
             from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
+            from rich.progress import ProgressColumn
             from rich.table import Column
 
             counted = DownloadColumn if self.unit == "bytes" else MofNCompleteColumn
             count = counted(table_column=Column(no_wrap=True))  # whole figures; the bar gives way
             status = TextColumn("{task.fields[status]}", markup=False)
             bar = [BarColumn()] if console.width >= 80 else []  # a narrow terminal has room for the figures alone
-            columns = [TextColumn("{task.description}"), *bar, count, status]
+            columns: list[ProgressColumn] = [TextColumn("{task.description}"), *bar, count, status]
             columns += [TimeRemainingColumn()] if self.remaining else []
             self.bar = Bar(*columns, console=console, refresh_per_second=4)
             self.bar.start()
