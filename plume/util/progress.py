@@ -43,9 +43,15 @@ class Progress:
 
         console = Console(stderr=True)
         if not self.quiet and console.is_terminal:
-            from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                MofNCompleteColumn,
+                ProgressColumn,
+                TextColumn,
+                TimeRemainingColumn,
+            )
             from rich.progress import Progress as Bar
-            from rich.progress import ProgressColumn
             from rich.table import Column
 
             counted = DownloadColumn if self.unit == "bytes" else MofNCompleteColumn
