@@ -174,7 +174,7 @@ def slots(place: Path, rounds: int, tokens: int, precision: str, preset: str) ->
     ours, theirs = "http://127.0.0.1:8933", "http://127.0.0.1:8934"
     for count in (16, 64):
         mine = ["-m", "plume", "serve", f"shape={folder}", "--port", "8933", "--engine.precision", precision]
-        mine += ["--engine.slots", str(count), "--access-log", str(place / "access.log")]
+        mine += ["--batch", str(count), "--access-log", str(place / "access.log")]
         other = ["-m", str(gguf_file(folder, precision)), "--alias", "shape", "--port", "8934", "-np", str(count)]
         other += ["-c", str(256 * count), "-t", threads(), "-tb", threads()]
         found: dict[str, list[Load]] = {ours: [], theirs: []}

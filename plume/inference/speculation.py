@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -82,12 +83,15 @@ class Guesser:
 
 def look_up(tokens: Sequence[int], most: int) -> list[int]:
     """What followed when the last few tokens were there before: the longest match, the latest of its places."""
-    text = list(tokens)
+    text = array(sampler.WORDS, tokens)
+    data, word = text.tobytes(), text.itemsize
     for n in range(min(LONGEST_NGRAM, len(text) - 1), 0, -1):
-        tail = text[-n:]
-        for start in range(len(text) - n - 1, -1, -1):
-            if text[start] == tail[0] and text[start : start + n] == tail:
-                return text[start + n : start + n + most]
+        tail = data[-n * word :]
+        at = data.rfind(tail, 0, len(data) - word)
+        while at % word and at >= 0:  # not at a token's first byte
+            at = data.rfind(tail, 0, at + len(tail) - 1)
+        if at >= 0:
+            return text[at // word + n : at // word + n + most].tolist()
     return []
 
 

@@ -11,15 +11,7 @@ from typing import Any
 import numpy as np
 
 from plume.config import UserError
-from plume.text.definition import (
-    BYTE_LETTERS,
-    KNOWN_SPECIALS,
-    WORD_END,
-    Definition,
-    Special,
-    Words,
-    with_specials,
-)
+from plume.text.definition import BYTE_LETTERS, KNOWN_SPECIALS, WORD_END, Definition, Special, Words, with_specials
 from plume.text.encoders import Ids, spacy_installed
 from plume.text.tokenizer import Piece, Tokenizer
 from plume.text.tokenizer_json import from_json, to_json
