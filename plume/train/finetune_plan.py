@@ -27,6 +27,7 @@ KIND_OPTIONS = (
     "template", "stride", "question_length", "labels", "target",
 )  # fmt: skip
 PAPER_SPREAD = 0.04  # of the weights of GPT-1, about: from the norms in Martin, Peng and Mahoney, 2021
+MOST_TURN = 2.0  # for larger weights: beyond it nothing was measured
 PAPER_STEPS = 200  # about those of the papers' smallest task
 FIRST_SPREAD = 0.02  # of weights that were not pretrained
 NEW_WEIGHTS_LR = 1e-3  # the most that they get; pretrained ones in proportion to their spread
@@ -209,7 +210,8 @@ def learning_rate(config: FinetuneConfig, model: ModelConfig, spread: float, ste
     if config.adapt.mode in ("lora", "features"):
         return NEW_WEIGHTS_LR, f"for {config.adapt.mode}"
     paper, rate = ("GPT-1", 6.25e-5) if model.causal else ("BERT", 2e-5)
-    scaled = rate * PAPER_WIDTH / model.width * spread / PAPER_SPREAD * max(1.0, math.sqrt(PAPER_STEPS / steps))
+    turn = min(spread / PAPER_SPREAD, MOST_TURN)
+    scaled = rate * PAPER_WIDTH / model.width * turn * max(1.0, math.sqrt(PAPER_STEPS / steps))
     of_model = f"width {model.width}, weights of {spread:.2g}, {steps} steps"
     return min(scaled, NEW_WEIGHTS_LR * spread / FIRST_SPREAD), f"{paper}'s {rate:g}, for {of_model}"
 

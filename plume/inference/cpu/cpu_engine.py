@@ -306,7 +306,7 @@ class CpuEngine:
         TURNS.leave(self)
         with self._wake:
             self._closed = True
-            self._job[pack.JOB_NUMBER] = -2
+            self._job[pack.JOB_NUMBER] = -1
             self._wake.notify_all()
         for helper in self._helpers:
             helper.join()

@@ -18,7 +18,6 @@ from plume.inference.cpu.panels import GROUP, LANES, PANEL
 from plume.inference.cpu.sampling import Work, answer_all
 
 FEW, MANY = (4, 12) if lanes.WIDE else (2, 6)  # neighbouring queries that attend together
-NAP, NAP_ROUNDS = np.uint32(20), 400  # microseconds that a resting helper sleeps at a time, and what that counts as
 BESIDE = 2 if lanes.WIDE else 1  # blocks that many meet together: their sums fill the registers
 mix_1, mix_1x4, mix_few, mix_few_2, mix_many, mix_many_beside = (
     tiles.tile_of_cache(q, p) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, BESIDE))
@@ -29,13 +28,8 @@ if sys.platform == "win32":
     @compiled
     def give_way() -> None:
         lanes.pause()
-
-    @compiled
-    def nap(microseconds: int) -> None:
-        lanes.pause()
 else:
     give_way = types.ExternalFunction("sched_yield", types.int32())
-    nap = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 @compiled
@@ -374,8 +368,8 @@ def work_on(
     positions: Any, wanted: Any, requests: Any, work: Work, meetings: int, patience: int,
 ) -> tuple[int, int]:  # fmt: skip
     """What every thread does. Thread 0, the caller's, announces the job `number` and takes the first share; others take
-    theirs of every job until none has come for a while, or -2. At -1 another engine has the cores: they nap outside of
-    Python, whose lock they would wait for. One function: all run the same code. Returns the last job and meetings."""
+    theirs of every job until none has come for a while, or the job is negative. It is one function, so that all
+    threads run the same machine code. Returns the last job and how many meetings there have been."""
     if thread == 0:
         # a leader leaves a job after everybody's last meeting, so the counter is right, even where Ctrl-C came between
         meetings = lanes.atomic_load(address + 8 * pack.JOB_BARRIER) // shape.threads
@@ -383,12 +377,8 @@ def work_on(
     idle = 0
     while idle < patience:
         number = lanes.atomic_load(address + 8 * pack.JOB_NUMBER)
-        if number == -2:
+        if number < 0:
             return done, meetings
-        if number == -1:
-            nap(NAP)
-            idle += NAP_ROUNDS
-            continue
         if number == done:
             lanes.pause()
             idle += 1
