@@ -40,8 +40,8 @@ def table(path: Path, columns: tuple[str, ...] | None = None) -> Iterator[TaskRo
 
 def whole(path: Path) -> Iterator[TaskRow]:
     """The file as one text."""
-    with open_bytes(path) as stream:
-        yield TaskRow({"text": TextIOWrapper(stream, encoding="utf-8-sig").read()}, str(path))
+    with TextIOWrapper(open_bytes(path), encoding="utf-8-sig") as stream:
+        yield TaskRow({"text": stream.read()}, str(path))
 
 
 def last_bytes(path: Path, count: int) -> Iterator[TaskRow]:

@@ -421,7 +421,7 @@ def _missing(error: ImportError) -> UserError:
     return UserError(f"BLEU, chrF and ROUGE need the package {error.name}: pip install 'plume-lm[eval]'")
 
 
-class Characters:
+class RougeTokens:
     """What rouge-score takes as a tokenizer; its own drops every letter that is not ASCII."""
 
     @staticmethod
@@ -435,7 +435,7 @@ def rouge(text: str, answers: Sequence[str]) -> dict[str, float]:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise _missing(error) from None
-    scorer = RougeScorer(list(ROUGE), use_stemmer=True, tokenizer=Characters() if in_chinese(answers) else None)
+    scorer = RougeScorer(list(ROUGE), use_stemmer=True, tokenizer=RougeTokens() if in_chinese(answers) else None)
     found = [scorer.score(answer, text) for answer in answers]
     return {name: max(f[name].fmeasure for f in found) for name in ROUGE}
 
