@@ -24,7 +24,8 @@ from plume.util.run_folder import is_run, read_recipe_of
 
 SHAPES = ((2, 64), (3, 96), (4, 128), (4, 192), (6, 192), (6, 256), (6, 320), (8, 384), (8, 512), (12, 640), (12, 768))
 HEAD_WIDTH = 32  # of narrow models; GPT-2's 64 from a width of 512 on
-CONTEXT = 256
+CONTEXT = 256  # half of it for a short text
+SHORT_TEXT = 100_000  # bytes
 TOKENS_PER_WEIGHT = 1.4  # of the blocks: with fewer a smaller model learns more in the same time
 REFERENCE_TOKENS = 4e6  # of the run that rates and batch were searched for
 REFERENCE_LR, REFERENCE_MUON_LR, REFERENCE_WIDTH = 6e-3, 0.03, 128
@@ -81,8 +82,9 @@ def shaped(config: PretrainConfig, layers: int, width: int, most: int, least: in
     else:
         rows = max(min(1 << round(math.log2(4 * layers * width)), most), least, 512) // 256 * 256
     tied = config.model.tie_embeddings and not config.model.causal
+    context = CONTEXT // 2 if config.prepared is None and most < SHORT_TEXT // BYTES_PER_TABLE_ROW else CONTEXT
     return replace(
-        config.model, layers=layers, width=width, heads=heads, context=CONTEXT, vocab_size=rows, tie_embeddings=tied
+        config.model, layers=layers, width=width, heads=heads, context=context, vocab_size=rows, tie_embeddings=tied
     )
 
 
