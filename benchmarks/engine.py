@@ -261,7 +261,10 @@ def resized(data: bytearray, draw: random.Random) -> None:
 
 
 def reheaded(data: bytearray, draw: random.Random) -> None:
-    head = json.loads(data[:PAGE])
+    try:
+        head = json.loads(data[:PAGE])
+    except ValueError:  # damaged before
+        return
     head[draw.choice(sorted(head))] = draw.choice((0, -1, None, "", 10**30, [], "a" * 64, {"format": 5}))
     data[:PAGE] = json.dumps(head).encode().ljust(PAGE)
 
@@ -309,7 +312,7 @@ def damage_some(folders: list[Path], count: int, seed: int) -> tuple[int, int]:
             for _ in range(draw.choice((1, 1, 2))):
                 draw.choice(DAMAGES)(data, draw) if len(data) > PAGE else flipped(data := bytearray(good), draw)
         path.write_bytes(data)
-        wrong += (engine_factory.packed_weights(folder, precision).block != block).any()
+        wrong += bool((engine_factory.packed_weights(folder, precision).block != block).any())
         refused += data != good and path.read_bytes() == good
         if number % 20 == 0:
             path.write_bytes(data)
