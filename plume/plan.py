@@ -134,12 +134,10 @@ def plan_fields(name: str) -> dict[str, Any]:
 
 def tokens_of(recipe: PretrainConfig, length: int) -> int:
     """Of all steps: batches may grow, and the first ones may be shorter."""
-    from plume.train.optim import rows_before
+    from plume.train.optim import rows_before, short_rows
 
-    objective, train = recipe.objective, recipe.train
-    short = rows_before(round(objective.short_fraction * train.steps), train)  # rows, if any are
-    less = 0 if objective.short_length is None else length - objective.short_length
-    return rows_before(train.steps, train) * length - short * less
+    less = sum(rows * (length - short) for rows, short in short_rows(recipe.objective, recipe.train))
+    return rows_before(recipe.train.steps, recipe.train) * length - less
 
 
 def tensor_shapes(model: Model) -> dict[str, tuple[int, ...]]:

@@ -235,9 +235,9 @@ def test_tokens_of_a_recipe_are_those_its_batches_have():
     from plume.train.optim import batch_rows
 
     train = {"steps": 100, "batch": 24, "batch_start": 4, "batch_ramp_steps": 30}
-    for objective, model in (({}, "gpt2"), ({"short_length": 32, "short_fraction": 0.9}, "gpt2")):
+    for objective, model in (({}, "gpt2"), ({"short_lengths": [16, 32], "short_fraction": 0.9}, "gpt2")):
         recipe = build(PretrainConfig, {"folder": "f", "model": model, "train": train, "objective": objective})
-        lengths = [objective.get("short_length", 128) if step < 90 else 128 for step in range(100)]
+        lengths = [16] * 45 + [32] * 45 + [128] * 10 if objective else [128] * 100
         assert tokens_of(recipe, 128) == sum(batch_rows(n, recipe.train) * lengths[n] for n in range(100))
 
 

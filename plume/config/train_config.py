@@ -143,16 +143,17 @@ class ObjectiveConfig(Checked):
 
     kind: ObjectiveKind = option("language-model", "what is predicted")
     length: int | None = option(None, "sequence length in tokens; unset: the model's context")
-    short_length: int | None = option(None, "sequence length of the first steps (BERT: 128); unset: as length")
-    short_fraction: float = option(0.9, "fraction of the steps that use short_length")
+    short_lengths: tuple[int, ...] = option((), "sequence lengths of the first steps, in turn (BERT: 128)")
+    short_fraction: float = option(0.9, "fraction of the steps that use short_lengths, in equal parts")
     document_mask: bool = option(False, "no attention across document boundaries")
     single_sentences: bool = option(False, "masked-next-sentence: pairs of one sentence each, not of longer segments")
     masking: MaskingConfig = option(MaskingConfig(), "masking of the masked objectives")
 
     def _problems(self) -> Iterator[str]:
-        for name in ("length", "short_length"):
-            if (value := getattr(self, name)) is not None and value < 2:
-                yield f"{name}={value} must be at least 2, for example 128"
+        if self.length is not None and self.length < 2:
+            yield f"length={self.length} must be at least 2, for example 128"
+        if any(length < 2 for length in self.short_lengths):
+            yield f"short_lengths={self.short_lengths} must be at least 2 each, for example 64 and 128"
         if not 0.0 < self.short_fraction <= 1.0:
             yield f"short_fraction={self.short_fraction} must be above 0 and at most 1, for example 0.9"
         if self.single_sentences and self.kind != "masked-next-sentence":
@@ -194,8 +195,8 @@ class PretrainConfig(Checked):
         length = self.model.context if self.objective.length is None else self.objective.length
         if length > self.model.context:
             yield f"objective.length={length} is longer than model.context={self.model.context}"
-        if self.objective.short_length is not None and self.objective.short_length > length:
-            yield f"objective.short_length={self.objective.short_length} is longer than objective.length={length}"
+        if (longest := max(self.objective.short_lengths, default=0)) > length:
+            yield f"objective.short_lengths has {longest}, which is longer than objective.length={length}"
         if self.model.recurrent and self.objective.document_mask:
             yield "objective.document_mask=true is for attention; a recurrent model needs false"
         kind, encoder_decoder = self.objective.kind, self.model.decoder_layers > 0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 
 from plume.config import TrainConfig
-from plume.train.optim import batch_rows, rows_before
+from plume.train.optim import rows_before
 
 RECENT = 50  # updates whose median is the speed: other programs come and go
 WARMING_UP = 3  # updates in which kernels are compiled and memory is allocated
@@ -25,6 +26,7 @@ class TimeLeft:
 
     def __init__(self, config: TrainConfig, validation_rows: int = 0) -> None:
         self.config, self.validation_rows = config, validation_rows
+        self.short: Sequence[tuple[int, float]] = ()  # of the first sequences: how many have which share of the length
         self.often = max(1, config.steps // 10) if config.validate_every is None else config.validate_every
         self.per_row = deque[float](maxlen=RECENT)
         self.pauses = deque[float](maxlen=5)
@@ -35,7 +37,7 @@ class TimeLeft:
         self.updates += 1
         if self.updates == WARMING_UP + 1:
             self.per_row.clear()
-        self.per_row.append(seconds / batch_rows(step - 1, self.config))
+        self.per_row.append(seconds / (self.rows_before(step) - self.rows_before(step - 1)))
 
     def paused(self, step: int, seconds: float) -> None:
         """What came after the update of a step: validation, samples, a checkpoint."""
@@ -43,11 +45,20 @@ class TimeLeft:
         if step % self.often == 0:
             self.pauses.append(seconds)
 
+    def rows_before(self, step: int) -> float:
+        """Sequences of all steps before this one, shorter ones counted by their length."""
+        rows = rows_before(step, self.config)
+        whole, first = float(rows), 0
+        for count, share in self.short:
+            whole -= (1 - share) * min(max(0, rows - first), count)
+            first += count
+        return whole
+
     def seconds(self, step: int) -> float:
         if not self.per_row:
             return math.nan
         per_row = statistics.median(self.per_row)
-        rows = rows_before(self.config.steps, self.config) - rows_before(step, self.config)
+        rows = self.rows_before(self.config.steps) - self.rows_before(step)
         pause = statistics.median(self.pauses) if self.pauses else FORWARD * per_row * self.validation_rows
         to_come = math.ceil(self.config.steps / self.often) - (step - 1) // self.often  # this step's is still to come
         return rows * per_row + max(0, to_come) * pause

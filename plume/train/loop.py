@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,6 +64,7 @@ class Task:
     unigram_loss: float | None = None  # first part of the loss of a model that knows token frequencies alone
     lr_scale: Callable[[str], float] = lambda name: 1.0  # of the learning rate, by parameter name
     evaluate: Callable[[Any], float] | None = None  # score of the model, lower is better; unset means validation loss
+    short_rows: Sequence[tuple[int, float]] = ()  # of the first sequences: how many have which share of the length
     patience: int | None = None  # validations without a better one after which to stop
     before_step: Callable[[int], None] | None = None  # such as to unfreeze a layer; a pure function of the step
     find_unused_parameters: bool = False  # there may be steps in which some parameters get no gradient
@@ -160,6 +161,7 @@ class Trainer:
     def train(self) -> None:
         began, before = time.perf_counter(), self.seconds
         timing, now = self.logger.time_left, began
+        timing.short = self.task.short_rows
         timing.validation_rows = 0 if self.task.validation is None else self.task.validation.rows(0)
         while not self.done and not self.stop:
             self.update()

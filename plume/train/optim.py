@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from plume.config import TrainConfig
+from plume.config import ObjectiveConfig, TrainConfig
 from plume.train.distribute import Ranks
 from plume.train.shared_matrices import SharedWork, local_part
 
@@ -250,6 +250,13 @@ def rows_before(step: int, config: TrainConfig) -> int:
     ramp = ramp_totals(config)
     ramped = min(step, config.batch_ramp_steps)
     return ramp[ramped] + (step - ramped) * config.batch
+
+
+def short_rows(objective: ObjectiveConfig, config: TrainConfig) -> list[tuple[int, int]]:
+    """Sequences of the first steps that are shorter: how many, and how long, phase by phase."""
+    part = objective.short_fraction * config.steps / max(1, len(objective.short_lengths))
+    borders = [rows_before(round(part * number), config) for number in range(len(objective.short_lengths) + 1)]
+    return [(borders[n + 1] - borders[n], length) for n, length in enumerate(objective.short_lengths)]
 
 
 @cache

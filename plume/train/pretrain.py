@@ -55,7 +55,7 @@ from plume.train.first_weights import FirstWeights, StoredWeights, check_tokeniz
 from plume.train.loop import Outcome, Task, Trainer
 from plume.train.microbatches import Batches
 from plume.train.objectives import HEAD_OF, objective_called
-from plume.train.optim import batch_rows, rows_before, whole
+from plume.train.optim import batch_rows, rows_before, short_rows, whole
 from plume.train.training_log import clock
 from plume.util.devices import training_flops_per_token
 from plume.util.files import remove
@@ -379,17 +379,21 @@ def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: 
         bytes_per_token=bytes_per_token(config.objective, validation, tokenizer),
         data=read_manifest(data).fingerprint + ROWS_VERSION.get(config.objective.kind, ""),
         allow_other_data=config.allow_changes,
+        short_rows=[
+            (rows, length / whole_length(config)) for rows, length in short_rows(config.objective, config.train)
+        ],
     )
 
 
+def whole_length(config: PretrainConfig) -> int:
+    return config.model.context if config.objective.length is None else config.objective.length
+
+
 def phases(config: PretrainConfig, make: Callable[[int], Dataset]) -> Samples:
-    """All sequences of one length, or short ones first. The border lies between two batches."""
-    objective = config.objective
-    whole_length = config.model.context if objective.length is None else objective.length
-    if objective.short_length is None:
-        return make(whole_length)
-    border = rows_before(round(objective.short_fraction * config.train.steps), config.train)
-    return Phases([(border, make(objective.short_length)), (0, make(whole_length))])
+    """All sequences of one length, or shorter ones first. A border lies between two batches."""
+    short = [(rows, make(length)) for rows, length in short_rows(config.objective, config.train)]
+    last = make(whole_length(config))
+    return Phases([*short, (0, last)]) if short else last
 
 
 def dataset(
@@ -414,7 +418,7 @@ def validation_batches(config: PretrainConfig, tokenizer: Tokenizer, data: Path)
     if not read_manifest(data).validation:
         return None
     shards = open_shards(data, "validation", tokenizer_hash=tokenizer.hash)
-    length = config.model.context if config.objective.length is None else config.objective.length
+    length = whole_length(config)
     try:
         every = dataset(config.objective, shards, tokenizer, length, seed=0, shuffle=False)
     except UserError as error:

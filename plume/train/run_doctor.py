@@ -161,7 +161,7 @@ def repeated_share(ids: npt.NDArray[np.int64]) -> float:
 def batch_faults(rows: list[dict[str, Any]], config: PretrainConfig) -> Iterator[RunFault]:
     """A jump of the tokens per step in the course of the run, while the rate stayed as it was."""
     logged = [row for row in rows if "lr" in row and rate(row["step"] - 1, config.train) > 0]
-    if config.train.batch_start is not None or config.objective.short_length is not None or len(logged) < 6:
+    if config.train.batch_start is not None or config.objective.short_lengths or len(logged) < 6:
         return
     steps, tokens = (np.array([row[name] for row in logged], dtype=float) for name in ("step", "tokens"))
     peaks = np.array([row["lr"] / rate(row["step"] - 1, config.train) for row in logged])[1:]

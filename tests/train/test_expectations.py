@@ -46,6 +46,15 @@ def test_time_left_is_right_after_20_steps(fields, seed):
     assert said == pytest.approx(true, rel=0.15)
 
 
+def test_time_left_counts_sequences_by_their_length():
+    """Shorter ones come first: the rest of the run takes longer than the first steps say."""
+    left = TimeLeft(TrainConfig(steps=100, batch=4))
+    left.short = [(4 * 30, 0.25), (4 * 30, 0.5)]
+    for step in range(1, 21):
+        left.updated(step, 1.0)
+    assert left.seconds(20) == pytest.approx(10 * 1 + 30 * 2 + 40 * 4)
+
+
 def test_a_slow_first_step_does_not_count():
     left = TimeLeft(TrainConfig(steps=100, batch=1))
     for step in range(1, 21):

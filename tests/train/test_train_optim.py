@@ -7,9 +7,9 @@ import torch
 from families import FAMILIES, random_model
 from torch import nn
 
-from plume.config import TrainConfig, UserError
+from plume.config import ObjectiveConfig, TrainConfig, UserError
 from plume.model.heads import Model
-from plume.train.optim import Muon, Optimizers, batch_rows, orthogonalise, rate, rows_before, total_norm
+from plume.train.optim import Muon, Optimizers, batch_rows, orthogonalise, rate, rows_before, short_rows, total_norm
 
 
 def fill_gradients(model: nn.Module, step: int) -> dict[str, torch.Tensor]:
@@ -152,3 +152,14 @@ def test_shares_of_the_rate_by_name() -> None:
     optimizers = Optimizers(model, TrainConfig(steps=1, lr=0.1), lambda name: 0.5 if "blocks.0" in name else 1.0)
     rates_of = {p: group["lr"] for group in optimizers.parts[0].param_groups for p in group["params"]}
     assert all(rates_of[p] == (0.05 if "blocks.0" in n else 0.1) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(("lengths", "fraction"), [((8,), 0.9), ((8, 16), 0.6), ((4, 8, 16), 1.0), ((), 0.9)])
+def test_short_sequences_are_those_of_the_first_steps(lengths: tuple[int, ...], fraction: float) -> None:
+    config = TrainConfig(steps=50, batch=6, batch_start=2, batch_ramp_steps=20)
+    expected = dict.fromkeys(lengths, 0)
+    for step in range(round(fraction * config.steps) if lengths else 0):
+        share = step / (fraction * config.steps)
+        expected[lengths[int(share * len(lengths) + 1e-9)]] += batch_rows(step, config)
+    objective = ObjectiveConfig(short_lengths=lengths, short_fraction=fraction)
+    assert short_rows(objective, config) == [(rows, length) for length, rows in expected.items()]

@@ -75,7 +75,7 @@ def small_table(recipe: Path, place: Path, name: str, train: dict[str, object]) 
     table["model"].pop("mlp_width", None)
     table["model"].pop("vocab_size", None)
     objective = table.get("objective", {})
-    table["objective"] = objective | {key: 8 for key in ("short_length",) if key in objective}
+    table["objective"] = objective | {key: [8] for key in ("short_lengths",) if key in objective}
     table["objective"].pop("length", None)
     ramp = {"batch_start": 4, "batch_ramp_steps": 2} if "batch_start" in table["train"] else {}
     brief = {"steps": 3, "batch": 6, "warmup_steps": 1, "log_every": 1, "validate_every": 3, "validation_rows": 6}
