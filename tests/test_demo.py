@@ -123,9 +123,9 @@ def test_bits_per_byte_stand_beside_those_of_counts_and_xz(tmp_path):
 
 
 def windows_by_transformers(folder, tokenizer, ids, context):
-    """Token by token: windows begin at every half context, the last one ends with the text."""
+    """Token by token: windows begin at every quarter of a context, the last one ends with the text."""
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
-    starts, bits = sorted({*range(0, len(ids) - 1 - context, context // 2), len(ids) - 1 - context}), 0.0
+    starts, bits = sorted({*range(0, len(ids) - 1 - context, context // 4), len(ids) - 1 - context}), 0.0
     for place in range(1, len(ids)):
         start = next(start for start in starts if start + context >= place)
         with torch.no_grad():

@@ -22,10 +22,9 @@ from plume.train.optim import Optimizers
 from plume.util.devices import best_seconds, pick_device
 from plume.util.run_folder import is_run, read_recipe_of
 
-SHAPES = ((2, 64), (3, 96), (4, 128), (4, 192), (6, 192), (6, 256), (6, 320), (8, 384), (8, 512), (12, 640), (12, 768))
+SHAPES = ((2, 64), (3, 96), (4, 128), (4, 192), (4, 256), (6, 256), (6, 320), (8, 384), (8, 512), (12, 640), (12, 768))
 HEAD_WIDTH = 32  # of narrow models; GPT-2's 64 from a width of 512 on
-CONTEXT = 256  # half of it for a short text
-SHORT_TEXT = 100_000  # bytes
+CONTEXTS = {3e6: 64, 12e6: 128, math.inf: 256}  # by the most tokens to be read: every position is to be seen often
 TOKENS_PER_WEIGHT = 1.4  # of the blocks: with fewer a smaller model learns more in the same time
 REFERENCE_TOKENS = 4e6  # of the run that rates and batch were searched for
 REFERENCE_LR, REFERENCE_MUON_LR, REFERENCE_WIDTH = 6e-3, 0.03, 128
@@ -51,19 +50,21 @@ def sized(config: PretrainConfig) -> tuple[PretrainConfig, str]:
     size = 0 if config.prepared is not None else text_bytes(config.data)
     unique = size / BYTES_PER_TOKEN if size else float("inf")
     letters = 0 if config.prepared is not None else wide_letters(config.data)
-    chosen: tuple[ModelConfig, int, float] | None = None
+    most = PASSES * unique
+    model: ModelConfig | None = None
+    tokens = 0.0
     for layers, width in SHAPES:
-        model = shaped(config, layers, width, size // BYTES_PER_TABLE_ROW, 256 + 2 * letters)
-        batch = batch_for(model, config.minutes)
-        seconds = step_seconds(model, batch, config)
-        tokens = min(config.minutes * 60 / seconds * batch * model.context, PASSES * unique)
-        if chosen is not None and tokens < TOKENS_PER_WEIGHT * 12 * layers * width**2:
+        trial = shaped(config, layers, width, size // BYTES_PER_TABLE_ROW, 256 + 2 * letters)
+        seconds = step_seconds(trial, batch_for(trial, config.minutes), config)
+        read = min(config.minutes * 60 / seconds * batch_for(trial, config.minutes) * trial.context, most)
+        if model is not None and read < TOKENS_PER_WEIGHT * 12 * layers * width**2:
             break
-        chosen = model, batch, seconds
-    assert chosen is not None
-    model, batch, seconds = chosen
-    rows = batch * model.context
-    steps = max(20, 5 * round(min(config.minutes * 60 / seconds, PASSES * unique / rows) / 5))
+        model, tokens = trial, read
+    assert model is not None
+    model = replace(model, context=next(length for limit, length in CONTEXTS.items() if tokens <= limit))
+    batch = batch_for(model, config.minutes)
+    seconds, rows = step_seconds(model, batch, config), batch * model.context
+    steps = max(20, 5 * round(min(config.minutes * 60 / seconds, most / rows) / 5))
     return with_size(config, model, batch, steps), (
         f"{model.layers} layers of width {model.width}, vocabulary {model.vocab_size:,}, context {model.context}, "
         f"{steps:,} steps of {batch} sequences ({steps * rows / 1e6:.1f} million tokens at {rows / seconds:,.0f} "
@@ -72,7 +73,7 @@ def sized(config: PretrainConfig) -> tuple[PretrainConfig, str]:
 
 
 def shaped(config: PretrainConfig, layers: int, width: int, most: int, least: int) -> ModelConfig:
-    """A token table a third as large as the blocks, within bounds that the text sets.
+    """A token table two thirds as large as the blocks, within bounds that the text sets; the context is chosen later.
 
     A GPT has output weights of its own: they cost no time, and begin as the tokens that follow.
     """
@@ -80,11 +81,10 @@ def shaped(config: PretrainConfig, layers: int, width: int, most: int, least: in
     if config.prepared is not None:
         rows = read_manifest(config.prepared).vocab_size
     else:
-        rows = max(min(1 << round(math.log2(4 * layers * width)), most), least, 512) // 256 * 256
+        rows = max(min(1 << round(math.log2(8 * layers * width)), most), least, 512) // 256 * 256
     tied = config.model.tie_embeddings and not config.model.causal
-    context = CONTEXT // 2 if config.prepared is None and most < SHORT_TEXT // BYTES_PER_TABLE_ROW else CONTEXT
     return replace(
-        config.model, layers=layers, width=width, heads=heads, context=context, vocab_size=rows, tie_embeddings=tied
+        config.model, layers=layers, width=width, heads=heads, context=128, vocab_size=rows, tie_embeddings=tied
     )
 
 
