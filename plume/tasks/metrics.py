@@ -306,7 +306,7 @@ class EntityMetric:
 
 
 def entities(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """(type, first word, last word) of each entity in B- I- O tags, also of BIOES, BILOU and BMES; a stray I- opens one.
+    """(type, first word, last word) of each entity in BIO, BIOES, BILOU or BMES tags; a stray I- opens one.
 
     Without prefixes, neighbouring words with one tag are one entity.
     """

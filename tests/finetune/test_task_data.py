@@ -321,6 +321,18 @@ def test_packed_files_are_read_as_plain_ones(tmp_path):
     assert load_task(TaskConfig(train=str(path))).kind == "span"
 
 
+def test_labels_of_nan_or_white_space_are_missing(tmp_path):
+    """NaN became the label 'nan', a space the label ''."""
+    labels = ["good", "bad", float("nan"), " ", None, "good", "bad"]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {n}", "label": y}) + "\n" for n, y in enumerate(labels)))
+    data = load_task(TaskConfig(train=str(path), validation=str(path)))
+    assert data.labels == ("bad", "good") and len(data.train) == 4 and data.skipped.counts["no label"] == 6
+    path.write_text('{"text": NaN, "label": "good"}\n')
+    with pytest.raises(UserError, match="line 1: the text in 'text' is empty"):
+        load_task(TaskConfig(train=str(path)))
+
+
 def test_a_label_never_seen_in_training(tmp_path):
     train = rows(tmp_path / "a.csv", "text,label", *["fine,good", "dull,bad"] * 3)
     other = rows(tmp_path / "b.csv", "text,label", "fine,good", "so so,middling")
