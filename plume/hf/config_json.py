@@ -22,6 +22,7 @@ TYPES = {f.name: str(f.type) for f in fields(ModelConfig)}
 LARGEST = {"layers": 10_000, "decoder_layers": 10_000}  # of other sizes: what 31 bits hold
 LARGEST_SINUSOIDS = 1 << 27  # numbers in a table of positions that no file holds
 Pooling = Literal["mean", "cls", "max"]
+CHAT_TEMPLATE = "chat_template.jinja"
 PROBLEM_TYPES = {"multilabel": "multi_label_classification", "number": "regression"}
 LABELLED = ("classify", "similarity", "tag")  # heads that answer with labels
 
@@ -233,6 +234,19 @@ def write_embedding(embedding: EmbeddingConfig, folder: Path, width: int) -> Non
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": width, **modes})
     limit = {"max_seq_length": embedding.max_tokens, "do_lower_case": False}
     write_json(folder / "sentence_bert_config.json", limit)
+
+
+def read_chat_template(folder: Path | None) -> str | None:
+    """The chat template that a model folder brings, in the places where transformers writes it."""
+    if folder is None:
+        return None
+    if (file := folder / CHAT_TEMPLATE).is_file():
+        return file.read_text(encoding="utf-8")
+    file = folder / "tokenizer_config.json"
+    found = read_json(file).get("chat_template") if file.is_file() else None
+    if isinstance(found, list):  # several with names; the others are for tools and documents
+        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
 
 
 # ---- writing -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from plume.config import UserError, at_home
 from plume.hf.checkpoint_model import checkpoint_model, openable_steps
 from plume.hf.config_json import (
+    CHAT_TEMPLATE,
     PROBLEM_TYPES,
     EmbeddingConfig,
     FolderConfig,
@@ -181,6 +182,7 @@ def save_model(
     tokenizer: Tokenizer | None = None,
     info: Mapping[str, Any] | None = None,
     embedding: EmbeddingConfig | None = None,
+    chat_template: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     gather: Gather = lambda tensor: tensor,
 ) -> Path:
@@ -205,6 +207,8 @@ def save_model(
             tokenizer.save(new)
         if embedding is not None:
             write_embedding(embedding, new, model.config.width)
+        if chat_template is not None:
+            write_text(new / CHAT_TEMPLATE, chat_template)
         own = {"head": model.kind, "tokenizer_hash": None if tokenizer is None else tokenizer.hash}
         about = {**own, **({} if info is None else info), **own}
         write_json(new / "plume.json", about)
