@@ -1,6 +1,7 @@
 """Folders made with transformers and tokenizers, not with Plume: each equals transformers, or is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import plume
 from plume.cli.main import main
 from plume.config import FinetuneConfig, TaskConfig, UserError
-from plume.hf import load_model, read_config, save_model
+from plume.hf import load_model, read_chat_template, read_config, save_model
 from plume.model.loss import token_loss
 from plume.text import load_tokenizer
 from plume.train.finetune_plan import make_plan
@@ -549,6 +550,28 @@ def test_import_with_architecture_and_tokenizer(tmp_path, capsys):
     assert lm.head == "bare" and lm.tokenizer.encode("a b") == [4, 5]
     with torch.no_grad():
         torch.testing.assert_close(lm.model(TOKENS), theirs(TOKENS).last_hidden_state, **CLOSE)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_chat_templates_are_found_and_kept(several, shared, tmp_path):
+    """Of several templates the default, as transformers takes it; a copy had none, so that chats became plain text."""
+    tokenizer = transformers.GPT2TokenizerFast.from_pretrained(shared / "tokenizers/gpt2")
+    default, other = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "{{ tools }}"
+    gpt2(vocab_size=50257).save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    templates = [{"name": "tool_use", "template": other}, {"name": "default", "template": default}]
+    config = json.loads((tmp_path / "m/tokenizer_config.json").read_text())
+    config["chat_template"] = templates if several else default
+    (tmp_path / "m/tokenizer_config.json").write_text(json.dumps(config))
+    plume.load(tmp_path / "m", engine="torch").save(tmp_path / "saved")
+    shutil.copytree(tmp_path / "saved", tmp_path / "imported")
+    (tmp_path / "imported/chat_template.jinja").write_text("of another model")
+    assert main(["import", str(tmp_path / "m"), "--out", str(tmp_path / "imported")]) == 0
+    chat = [{"role": "user", "content": "hi"}]
+    for name in ("m", "saved", "imported"):
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
+        assert theirs.apply_chat_template(chat, tokenize=False) == "<user>hi"
+        assert read_chat_template(tmp_path / name) == default
 
 
 def test_untied_weights_are_exported(tmp_path):

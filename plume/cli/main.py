@@ -197,7 +197,16 @@ def import_model(words: Words, _: Flags) -> None:
     wanted = settings(config.ImportConfig, words, "model")
     import torch
 
-    from plume.hf import folder_info, load_model, load_tokenizer_of, model_hash, read_embedding, resolve, save_model
+    from plume.hf import (
+        folder_info,
+        load_model,
+        load_tokenizer_of,
+        model_hash,
+        read_chat_template,
+        read_embedding,
+        resolve,
+        save_model,
+    )
     from plume.text import load_tokenizer
 
     folder = resolve(wanted.model)
@@ -205,7 +214,8 @@ def import_model(words: Words, _: Flags) -> None:
     model = load_model(folder, architecture=wanted.architecture, dtype=getattr(torch, wanted.precision))
     given, kind = wanted.tokenizer, wanted.architecture
     tokenizer = load_tokenizer_of(folder, kind) if given is None else load_tokenizer(given)
-    print(save_model(model, wanted.out, tokenizer=tokenizer, info=info, embedding=read_embedding(folder)))
+    embedding, template = read_embedding(folder), read_chat_template(folder)
+    print(save_model(model, wanted.out, tokenizer=tokenizer, info=info, embedding=embedding, chat_template=template))
 
 
 def generate(words: Words, _: Flags) -> None:

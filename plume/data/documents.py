@@ -36,6 +36,10 @@ BINARY_SHARE = 0.1  # of NUL characters from which a text is taken for binary da
 BROKEN_SHARE = 0.1  # of bytes in lines that cannot be decoded from which the whole block is dropped
 BLANK_LINES = re.compile(r"\r?\n[ \t\r]*\n\s*", re.ASCII)
 LINES = re.compile(r"[^\n]*\n|[^\n]+")
+NOT_TEXT = {  # by their first bytes
+    b"%PDF-": "a PDF; pdftotext makes a text of it",
+    b"PK\x03\x04": "an archive (.docx, .xlsx, .epub, .zip); export or unpack its text",
+}
 NO_FIELD = "no text in the field"
 TOO_LONG = f"longer than {LONGEST_LINE >> 20} MB"
 
@@ -144,8 +148,18 @@ def read_part(part: FilePart, config: DataConfig, tally: Tally) -> Iterator[Docu
             tally.read += drained(stream)
         elif kind in PAGES:
             yield from page(read_page(stream, part.path, tally), part.path, None, tally)
+        elif (fault := not_text(path)) is not None:
+            tally.read += part.size
+            tally.add(fault, part.path, part.size)
         else:
             yield from texts(stream, part, config, tally)
+
+
+def not_text(path: Path) -> str | None:
+    """What a file is that only begins like text: its bytes would be read as text, or an encoding be blamed."""
+    with open_bytes(path) as stream:
+        head = stream.read(8)
+    return next((fault for mark, fault in NOT_TEXT.items() if head.startswith(mark)), None)
 
 
 def from_rows(rows: Iterable[Row], path: str, config: DataConfig, tally: Tally) -> Iterator[Document]:

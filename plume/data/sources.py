@@ -22,7 +22,10 @@ from plume.util.hub import hub_is_offline
 
 PAGES = (".html", ".htm")
 ARCHIVES = (".warc", ".wet")
-TEXTS = (".txt", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js", ".ts", ".raw")
+TEXTS = (
+    *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".log", ".raw"),
+    *(".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js", ".ts"),
+)
 READABLE = {*TABLES, *PAGES, *ARCHIVES, *TEXTS}
 NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 # encodings and pydoc_data are tables, not code

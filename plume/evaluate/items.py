@@ -149,8 +149,11 @@ class TaskRow(dict[str, Any]):
         value = self[name]
         try:
             number = int(value) - first
-        except (TypeError, ValueError):
-            raise UserError(f"{self.where}: the field {name!r} should be a number, not {value!r}") from None
+            whole = not isinstance(value, float) or value.is_integer()
+        except (TypeError, ValueError, OverflowError):
+            number, whole = 0, False
+        if not whole:
+            raise UserError(f"{self.where}: the field {name!r} should be a whole number, not {value!r}")
         if not 0 <= number < count:
             raise UserError(
                 f"{self.where}: {name}={value!r} is out of range; the {count} candidates have the numbers "

@@ -1,7 +1,7 @@
 """The model folder, exactly as transformers reads and writes it: config.json, safetensors, tokenizer, model card."""
 
 from plume.hf.checkpoint_model import openable_steps, save_run_config
-from plume.hf.config_json import EmbeddingConfig, FolderConfig, read_config, read_embedding
+from plume.hf.config_json import EmbeddingConfig, FolderConfig, read_chat_template, read_config, read_embedding
 from plume.hf.model_folder import (
     folder_info,
     gather_tensors,
@@ -23,6 +23,7 @@ __all__ = [
     "load_tokenizer_of",
     "model_hash",
     "openable_steps",
+    "read_chat_template",
     "read_config",
     "read_embedding",
     "read_tensors",

@@ -22,6 +22,8 @@ TYPES = {f.name: str(f.type) for f in fields(ModelConfig)}
 LARGEST = {"layers": 10_000, "decoder_layers": 10_000}  # of other sizes: what 31 bits hold
 LARGEST_SINUSOIDS = 1 << 27  # numbers in a table of positions that no file holds
 Pooling = Literal["mean", "cls", "max"]
+CHAT_TEMPLATE = "chat_template.jinja"
+PROBLEM_TYPES = {"multilabel": "multi_label_classification", "number": "regression"}
 LABELLED = ("classify", "similarity", "tag")  # heads that answer with labels
 
 
@@ -234,6 +236,19 @@ def write_embedding(embedding: EmbeddingConfig, folder: Path, width: int) -> Non
     write_json(folder / "sentence_bert_config.json", limit)
 
 
+def read_chat_template(folder: Path | None) -> str | None:
+    """The chat template that a model folder brings, in the places where transformers writes it."""
+    if folder is None:
+        return None
+    if (file := folder / CHAT_TEMPLATE).is_file():
+        return file.read_text(encoding="utf-8")
+    file = folder / "tokenizer_config.json"
+    found = read_json(file).get("chat_template") if file.is_file() else None
+    if isinstance(found, list):  # several with names; the others are for tools and documents
+        found = next((one.get("template") for one in found if one.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
+
+
 # ---- writing -----------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +276,12 @@ def to_hf_config(model: Model, tokenizer: Tokenizer | None) -> dict[str, Any]:
         values["id2label"] = {str(i): label for i, label in enumerate(model.labels)}
         values["label2id"] = {label: i for i, label in enumerate(model.labels)}
     return values | special_ids(family, config, tokenizer)
+
+
+def problem_type(head: str, task: Mapping[str, Any] | None) -> dict[str, str]:
+    """The field by which transformers chooses between softmax, sigmoid and the number itself."""
+    kind = None if task is None else "number" if task.get("target") == "number" else task.get("kind")
+    return {"problem_type": PROBLEM_TYPES[kind]} if kind in PROBLEM_TYPES and head in ("classify", "similarity") else {}
 
 
 def special_ids(family: Family, config: ModelConfig, tokenizer: Tokenizer | None) -> dict[str, Any]:

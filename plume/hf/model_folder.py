@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from plume.config import UserError, at_home
 from plume.hf.checkpoint_model import checkpoint_model, openable_steps
-from plume.hf.config_json import EmbeddingConfig, FolderConfig, read_config, to_hf_config, write_embedding
+from plume.hf.config_json import (
+    CHAT_TEMPLATE,
+    PROBLEM_TYPES,
+    EmbeddingConfig,
+    FolderConfig,
+    problem_type,
+    read_config,
+    to_hf_config,
+    write_embedding,
+)
 from plume.hf.families import Family, family_of
 from plume.hf.weights import Gather, folder_tensors, from_hf, is_tied, read_tensors, some, weight_files, write_tensors
 from plume.text import tokenizer_of_model
@@ -173,6 +182,7 @@ def save_model(
     tokenizer: Tokenizer | None = None,
     info: Mapping[str, Any] | None = None,
     embedding: EmbeddingConfig | None = None,
+    chat_template: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     gather: Gather = lambda tensor: tensor,
 ) -> Path:
@@ -190,12 +200,15 @@ def save_model(
         )
     target = place.resolve() if place.is_symlink() else place  # a link stays one
     with aside(target, keep=lambda name: MODEL_FILES.fullmatch(name) is None) as new:
-        write_json(new / "config.json", to_hf_config(model, tokenizer))
+        task = None if info is None else info.get("task")
+        write_json(new / "config.json", to_hf_config(model, tokenizer) | problem_type(model.kind, task))
         write_tensors(folder_tensors(model), new, max_shard_bytes, gather)
         if tokenizer is not None:
             tokenizer.save(new)
         if embedding is not None:
             write_embedding(embedding, new, model.config.width)
+        if chat_template is not None:
+            write_text(new / CHAT_TEMPLATE, chat_template)
         own = {"head": model.kind, "tokenizer_hash": None if tokenizer is None else tokenizer.hash}
         about = {**own, **({} if info is None else info), **own}
         write_json(new / "plume.json", about)
@@ -211,9 +224,16 @@ def is_model_folder(place: Path) -> bool:
 
 
 def folder_info(folder: Path | None) -> dict[str, Any]:
-    """What Plume wrote beside a model: its recipe, its task, its results; nothing where others wrote it."""
-    file = None if folder is None else folder / "plume.json"
-    return read_json(file) if file is not None and file.is_file() else {}
+    """What Plume wrote beside a model: its recipe, its task, its results; where others wrote it, a task they name."""
+    if folder is None:
+        return {}
+    if (file := folder / "plume.json").is_file():
+        return read_json(file)
+    config = folder / "config.json"
+    if not config.is_file() or read_json(config).get("problem_type") != PROBLEM_TYPES["multilabel"]:
+        return {}
+    found = read_config(folder)
+    return {"task": {"kind": "multilabel", "labels": found.labels, "length": found.model.context}}
 
 
 def gather_tensors(model: Model, gather: Gather) -> None:

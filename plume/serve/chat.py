@@ -7,13 +7,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NoReturn
 
 from fastapi import Request
 from fastapi.responses import Response
 
 from plume.config import SamplingConfig
+from plume.hf import read_chat_template
 from plume.inference.sequences import TokenChoice
 from plume.serve.api_errors import ApiError
 from plume.serve.completions import DONE
@@ -29,17 +29,7 @@ PLAIN_STOPS = ("\n\nuser:", "\n\nsystem:", "\n\nassistant:")
 # ---- templates ---------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=16)
-def own_template(folder: Path | None) -> str | None:
-    """The chat template that a model folder brings, in the places where transformers writes it."""
-    if folder is None:
-        return None
-    if (file := folder / "chat_template.jinja").is_file():
-        return file.read_text(encoding="utf-8")
-    if (file := folder / "tokenizer_config.json").is_file():
-        found = json.loads(file.read_text(encoding="utf-8")).get("chat_template")
-        return found if isinstance(found, str) else None
-    return None
+own_template = lru_cache(maxsize=16)(read_chat_template)
 
 
 def refuse_messages(reason: object) -> NoReturn:

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from plume.tasks.schema import Example
 from plume.tasks.task_data import TaskData
 from plume.tasks.task_kind import TaskKind
@@ -16,6 +18,8 @@ DOMINANT = 0.8  # share of the rows from which one label is too frequent
 RARE = 10  # training rows of a label below which it is hardly learned
 FEW_TRAINING, FEW_VALIDATION = 200, 100
 TRUNCATED = 0.1  # share of rows
+UNKNOWN, SAMPLED = 0.5, 1000  # share of unknown tokens from which it is reported, and training rows it is measured on
+NO_LABELS = {"nan", "na", "n/a", "#n/a", "<na>", "null"}  # what other tools write into cells without a value
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,10 @@ def check_data(data: TaskData, kind: TaskKind) -> list[Finding]:
         *overlap(texts),
         *duplicates(data.train, texts["training"]),
         *constant_fields(data),
+        *missing_labels(data, kind),
         *imbalance(data, kind),
         *few_rows(data),
+        *unknown_tokens(data, kind),
         *truncation(data, kind),
     ]
 
@@ -102,6 +108,17 @@ def constant_fields(data: TaskData) -> Iterator[Finding]:
         yield Finding("constant column", "the target is the same number in every training row; name another column")
 
 
+def missing_labels(data: TaskData, kind: TaskKind) -> Iterator[Finding]:
+    """Labels that are other tools' words for no label."""
+    counts = Counter(label for e in data.train for label in kind.labels_of(e) if label.lower() in NO_LABELS)
+    if counts:
+        yield Finding(
+            "missing labels",
+            f"{counts.total():,} training rows have the label {' or '.join(map(repr, counts))}, which is learned like "
+            "any other; if it means that there is none, leave these cells of --task.train empty",
+        )
+
+
 def imbalance(data: TaskData, kind: TaskKind) -> Iterator[Finding]:
     counts = Counter(label for e in data.train for label in kind.labels_of(e))
     if len(counts) < 2 or kind.label_field != "label":
@@ -129,6 +146,20 @@ def few_rows(data: TaskData) -> Iterator[Finding]:
             "few validation rows",
             f"{len(data.validation):,}; {score} is uncertain by up to {error:.2f} either way: "
             "--task.validation FILE or --task.validation_fraction 0.3",
+        )
+
+
+def unknown_tokens(data: TaskData, kind: TaskKind) -> Iterator[Finding]:
+    """Texts in a language or script that the tokenizer does not have."""
+    values = [v for e in data.train[:SAMPLED] for name, v in e.fields.items() if name != "id"]
+    texts = [str(text) for value in values for text in (value if isinstance(value, list) else [value])]
+    ids = np.concatenate(kind.tokenizer.encode_batch(texts))
+    share = float(np.mean(ids == kind.tokenizer.unknown)) if len(ids) and kind.tokenizer.unknown is not None else 0.0
+    if share >= UNKNOWN:
+        yield Finding(
+            "unknown tokens",
+            f"{share:.1%} of the tokens of the training rows are unknown to the model's tokenizer, so the model cannot "
+            "read these texts; begin with a model that was pretrained on their language",
         )
 
 

@@ -160,7 +160,7 @@ class GenerateTask(TaskKind):
     @classmethod
     def reader(cls, path: Path, config: TaskConfig, skipped: Tally) -> RowReader | None:
         if config.targets is not None:
-            return aligned_rows
+            return lambda path, targets: aligned_rows(path, targets, config.encoding)
         if config.columns or config.kind not in (None, cls.name):
             return None
         first = next(table_rows(path, config, Tally()), None) if suffix_of(path) in TABLES else None

@@ -20,6 +20,7 @@ from plume.config import UserError
 Floats = npt.NDArray[np.float64]
 LOWER_IS_BETTER = ("perplexity", "bits_per", "loss", "mse")
 ROUGE = ("rouge1", "rouge2", "rougeL")
+PREFIXES = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "O": "O"}  # BIOES, BILOU and BMES
 HAN = "\u3400-\u9fff"  # Chinese characters: no space separates words, so each counts as one
 
 
@@ -198,9 +199,11 @@ def best_threshold(
     cuts = np.arange(total + 1)
     hits, rejected = positives - missed, cuts - missed
     alarms = total - cuts - hits
+    f1, negative_f1 = _ratio(2 * hits, total - cuts + positives), _ratio(2 * rejected, cuts + total - positives)
     table = {
         "accuracy": (hits + rejected) / max(total, 1),
-        "f1": _ratio(2 * hits, total - cuts + positives),
+        "f1": f1,
+        "f1_macro": (f1 + negative_f1) / 2,
         "matthews": matthews(np.moveaxis(np.array([[rejected, alarms], [missed, hits]]), -1, 0)),
     }
     quality = table.get(metric, table["accuracy"])
@@ -303,20 +306,27 @@ class EntityMetric:
 
 
 def entities(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """(type, first word, last word) of each entity in B- I- O tags, also E- and S-; a stray I- opens one.
+    """(type, first word, last word) of each entity in BIO, BIOES, BILOU or BMES tags; a stray I- opens one.
 
     Without prefixes, neighbouring words with one tag are one entity.
     """
     before, kind, begin = "O", "", 0
     for place, tag in enumerate([*tags, "O"]):
-        prefix, _, rest = tag.partition("-") if "-" in tag else (("O", "", "") if tag == "O" else ("I", "", tag))
-        here = rest or ("_" if prefix != "O" else "")
+        prefix, here = split_tag(tag)
         begins = prefix in ("B", "S") or (prefix in ("I", "E") and (before in ("O", "E", "S") or here != kind))
         if before != "O" and (prefix == "O" or begins):
             yield kind, begin, place - 1
         if begins:
             begin = place
         before, kind = prefix, here
+
+
+def split_tag(tag: str) -> tuple[str, str]:
+    """(B, I, E, S or O; type); a tag without a known prefix, such as NN or -LRB-, is a type."""
+    if tag == "O":
+        return "O", ""
+    letter, dash, kind = tag.partition("-")
+    return (PREFIXES[letter], kind or "_") if dash and letter in PREFIXES else ("I", tag)
 
 
 # ---- texts -------------------------------------------------------------------------------------------------------

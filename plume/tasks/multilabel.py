@@ -152,7 +152,7 @@ class MultiLabelTask(ClassifyTask):
         return [constant, *baselines.tfidf_label_sets(train, examples, self.fields, labels, marks)]
 
     def answers(self, predictions: Sequence[Prediction]) -> list[Label] | list[float]:
-        raise UserError(f"this model predicts any number of labels; use lm.{self.call}")
+        raise UserError(f"this model predicts any number of labels; use lm.{self.call}, or POST /v1/predict")
 
     def tuned(
         self, examples: Sequence[Example], predict: Callable[[], Mapping[int, Prediction]], metric: str

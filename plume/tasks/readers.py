@@ -7,11 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from plume.config import TaskConfig, UserError
-from plume.data.tables import TABLES, Row, Tally, open_bytes, read_rows, suffix_of
+from plume.data.documents import line_texts
+from plume.data.plaintext import detect_encoding
+from plume.data.tables import TABLES, UNDECODED, Row, Tally, open_bytes, read_rows, suffix_of, wrong_encoding
 from plume.tasks.schema import Target
 
 COLUMN_FILES = (".conll", ".bio", ".iob", ".iob2", ".conllu")
@@ -31,20 +34,32 @@ def table_rows(path: Path, config: TaskConfig, skipped: Tally) -> Iterator[Locat
         yield f"{path} line {number}", row
 
 
+def numbered_lines(path: Path, encoding: str) -> Iterator[tuple[str, str]]:
+    """(place, line without its end) of a plain text in an encoding."""
+    with open_bytes(path) as stream:
+        for number, (line, _) in enumerate(line_texts(stream, 0, encoding), 1):
+            where = f"{path} line {number}"
+            if UNDECODED.search(line) is not None:
+                raise UserError(f"{where}: {wrong_encoding(encoding)}")
+            yield where, line
+
+
 # ---- CoNLL -------------------------------------------------------------------------------------------------------
 
 
-def is_conll(path: Path, *, named: bool = False) -> bool:
+def is_conll(path: Path, encoding: str, *, named: bool = False) -> bool:
     """Whether a file has a word per line: by its suffix, by its content, or because the user named a tag task."""
     suffix = suffix_of(path)
     if suffix in COLUMN_FILES or suffix in TABLES:
         return suffix in COLUMN_FILES
-    return (named and suffix in ("", ".txt")) or _looks_like_conll(_sniffed(path))
+    return (named and suffix in ("", ".txt")) or _looks_like_conll(_sniffed(path, encoding))
 
 
-def _sniffed(path: Path) -> list[str]:
+def _sniffed(path: Path, encoding: str) -> list[str]:
     with open_bytes(path) as stream:
-        text = stream.read(SNIFFED).decode("utf-8-sig", errors="replace")
+        head = stream.read(SNIFFED)
+    encoding, mark = detect_encoding(head[:4], encoding)
+    text = head[mark:].decode(encoding, errors="replace")
     return text.split("\n")[:-1] if len(text) > 1 else []
 
 
@@ -62,46 +77,42 @@ def _word_cells(lines: list[str]) -> list[list[str]]:
     return [line.split() for line in lines if line.strip() and not line.startswith(("#", "-DOCSTART-"))]
 
 
-def is_conllu(path: Path) -> bool:
-    first = next((line for line in _sniffed(path) if line.strip() and not line.startswith("#")), "")
+def is_conllu(lines: list[str]) -> bool:
+    first = next((line for line in lines if line.strip() and not line.startswith("#")), "")
     cells = first.split("\t")
     return len(cells) == 10 and CONLLU_ID.match(cells[0]) is not None
 
 
-def conll_rows(path: Path, skipped: Tally | None = None) -> Iterator[LocatedRow]:
+def conll_rows(path: Path, encoding: str, skipped: Tally | None = None) -> Iterator[LocatedRow]:
     """Sentences of a file with a word per line and a blank line between sentences.
 
     CoNLL has the tag in the last column. CoNLL-U has the universal part of speech, or else the language's own.
     """
-    read = _conllu_word if is_conllu(path) else _conll_word
-    known = {(len(cells), cells[-1]) for cells in _word_cells(_sniffed(path))}  # number of columns and tag
-    words, tags, begun = list[str](), list[str](), 1
-    with open_bytes(path) as stream:
-        for number, raw in enumerate(stream, 1):
-            try:
-                line = raw.decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path} line {number} is not UTF-8 text: {error}") from None
-            if not line.strip() or line.startswith("-DOCSTART-"):
-                if words:
-                    yield f"{path} line {begun}", {"words": words, "tags": tags}
-                words, tags, begun = [], [], number + 1
-                continue
-            if not words and line.startswith("# ") and (len(cells := line.split()), cells[-1]) not in known:
-                continue  # a comment: "# id 12"; a word # has a tag that other words have too
-            word, tag = read(line)
-            where = f"{path} line {number}"
-            if word is None:
-                continue
-            if tag is not None:
-                words.append(word)
-                tags.append(tag)
-            elif skipped is None:
-                raise UserError(f"{where}: a word without a tag: {line.strip()!r}; skip_bad_rows=true skips it")
-            else:
-                skipped.add("a word without a tag", where)
+    first_lines = _sniffed(path, encoding)
+    read = _conllu_word if is_conllu(first_lines) else _conll_word
+    known = {(len(cells), cells[-1]) for cells in _word_cells(first_lines)}  # number of columns and tag
+    words, tags, begun = list[str](), list[str](), ""
+    for where, line in numbered_lines(path, encoding):
+        if not line.strip() or line.startswith("-DOCSTART-"):
+            if words:
+                yield begun, {"words": words, "tags": tags}
+            words, tags = [], []
+            continue
+        if not words and line.startswith("# ") and (len(cells := line.split()), cells[-1]) not in known:
+            continue  # a comment: "# id 12"; a word # has a tag that other words have too
+        word, tag = read(line)
+        if word is None:
+            continue
+        if tag is not None:
+            begun = begun if words else where
+            words.append(word)
+            tags.append(tag)
+        elif skipped is None:
+            raise UserError(f"{where}: a word without a tag: {line.strip()!r}; skip_bad_rows=true skips it")
+        else:
+            skipped.add("a word without a tag", where)
     if words:
-        yield f"{path} line {begun}", {"words": words, "tags": tags}
+        yield begun, {"words": words, "tags": tags}
 
 
 def _conll_word(line: str) -> tuple[str | None, str | None]:
@@ -170,18 +181,15 @@ def coqa_rows(path: Path) -> Iterator[LocatedRow]:
         yield f"{path} conversation {conversation.get('id', number)}", dict(conversation)
 
 
-def aligned_rows(path: Path, targets: str | None) -> Iterator[LocatedRow]:
+def aligned_rows(path: Path, targets: str | None, encoding: str = "utf-8") -> Iterator[LocatedRow]:
     """Line n of one file with line n of another."""
     if targets is None:
         raise UserError(f"{path} needs the file of its targets: set task.validation_targets or task.test_targets")
-    with path.open(encoding="utf-8-sig") as left, Path(targets).open(encoding="utf-8-sig") as right:
-        try:
-            for number, (source, target) in enumerate(zip(left, right, strict=True), 1):
-                yield f"{path} line {number}", {"source": source.rstrip("\r\n"), "target": target.rstrip("\r\n")}
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} or {targets} is not UTF-8 text: {error}") from None
-        except ValueError:
-            raise UserError(f"{path} and {targets} do not have the same number of lines") from None
+    sources = numbered_lines(path, encoding)
+    for left, right in zip_longest(sources, numbered_lines(Path(targets), encoding)):
+        if left is None or right is None:
+            raise UserError(f"{path} and {targets} do not have the same number of lines")
+        yield left[0], {"source": left[1], "target": right[1]}
 
 
 # ---- GLUE --------------------------------------------------------------------------------------------------------

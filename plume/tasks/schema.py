@@ -203,18 +203,23 @@ def _example(kind: type[TaskKind], where: str, row: Row, columns: Mapping[str, s
     fields = {name: kind.field_value(name, row, column) for name, column in columns.items() if name != label}
     column = columns.get(label)
     value = None if column is None else row.get(column)
-    unlabelled = value is None or value == "" or (column == "gold_label" and value == "-")  # SNLI: no agreement
+    unlabelled = is_missing(value) or (column == "gold_label" and value == "-")  # SNLI: no agreement
     gold = None if unlabelled else kind.label_value(value, fields, str(column))
     if "id" in row:
         fields["id"] = str(row["id"])
     return Example(fields, gold, where)
 
 
+def is_missing(value: Any) -> bool:
+    """Whether a cell holds nothing: null, white space, or NaN, which pandas writes for it."""
+    return value is None or (isinstance(value, str) and not value.strip()) or value != value
+
+
 def text_value(value: Any, column: str) -> str:
     """The text of a cell; a list of texts is joined."""
     if isinstance(value, list) and value and all(isinstance(v, str) for v in value):
         value = " ".join(value)
-    if not isinstance(value, str | int | float) or not str(value).strip():
+    if not isinstance(value, str | int | float) or is_missing(value):
         raise UserError(f"the text in {column!r} is empty")
     try:
         str(value).encode()

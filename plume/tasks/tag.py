@@ -60,9 +60,9 @@ class TagTask(TaskKind):
 
     @classmethod
     def reader(cls, path: Path, config: TaskConfig, skipped: Tally) -> RowReader | None:
-        if not is_conll(path, named=config.kind == cls.name):
+        if not is_conll(path, config.encoding, named=config.kind == cls.name):
             return None
-        return lambda p, _: conll_rows(p, skipped if config.skip_bad_rows else None)
+        return lambda p, _: conll_rows(p, config.encoding, skipped if config.skip_bad_rows else None)
 
     @classmethod
     def field_value(cls, field: str, row: Row, column: str) -> Any:

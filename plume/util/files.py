@@ -43,7 +43,7 @@ def room_on_disk(path: Path) -> Iterator[None]:
 def aside(path: Path, keep: Callable[[str], bool] = lambda name: False) -> Iterator[Path]:
     """A hidden name to write a file or a folder under; it takes its place, whatever was there, when it is complete.
 
-    What a folder held before under names to `keep` stays in it.
+    What a folder held before under names to `keep` stays in it, unless the new one has such a name.
     """
     if not path.name:
         raise UserError(f"{path} has no name that could be written to; name a file, or a folder below it")
@@ -82,7 +82,8 @@ def swap_in(new: Path, place: Path, keep: Callable[[str], bool]) -> None:
     place.rename(old)
     new.rename(place)
     for kept in filter(lambda path: keep(path.name), old.iterdir()):
-        kept.rename(place / kept.name)
+        if not (place / kept.name).exists():
+            kept.rename(place / kept.name)
     remove(old)
 
 

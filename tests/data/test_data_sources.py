@@ -74,6 +74,29 @@ def test_globs_and_fields(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("head", "reason"),
+    [(b"%PDF-1.4\n", "a PDF; pdftotext makes a text of it"), (b"PK\x03\x04word/document.xml", "an archive (.docx")],
+)
+def test_documents_of_other_programs_are_no_text(head, reason, tmp_path):
+    """Where most of their bytes are ASCII they were read as text; else the message blamed the encoding."""
+    data = head + b"stream of words\n" * 20_000
+    for name in ("a.pdf", "b.txt", "c.docx"):
+        (tmp_path / name).write_bytes(data)
+        tally = Tally()
+        assert not list(read_documents(config(tmp_path / name, encoding="latin-1", shard_mb=1), tally))
+        assert all(found.startswith(reason) for found in tally.counts)
+        assert tally.read == tally.bytes.total() == len(data)
+    (tmp_path / "d.txt").write_bytes(b"It begins with " + head)
+    assert len(texts_of(tmp_path / "d.txt")) == 1
+
+
+def test_logs_in_a_folder_are_read(tmp_path):
+    for name in ("app.log", "old.log.gz", "readme.markdown", "notes.text"):
+        (tmp_path / name).write_bytes(gzip.compress(b"a line") if name.endswith(".gz") else b"a line")
+    assert texts_of(tmp_path) == ["a line"] * 4
+
+
 def test_links_to_folders_are_followed_once(tmp_path):
     texts, outside = tmp_path / "above" / "texts", tmp_path / "outside"
     for place in (texts / "b", texts / ".store", outside / "deep"):

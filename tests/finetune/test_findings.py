@@ -51,6 +51,21 @@ def names(task):
     return {f.name: f.text for f in check_data(data, kind(settings, tokenizer_of("bert"), causal=False))}
 
 
+def test_other_tools_words_for_no_label(tmp_path):
+    rows = [f"good film {n},{('yes', 'no', 'NA', 'nan')[n % 4]}" for n in range(40)]
+    found = names({"train": write(tmp_path / "a.csv", rows), "validation": write(tmp_path / "b.csv", rows[:8])})
+    assert found["missing labels"].startswith("20 training rows have the label 'NA' or 'nan', which is learned")
+    rows = [f"good film {n},{('yes', 'no', 'none')[n % 3]}" for n in range(40)]
+    assert "missing labels" not in names({"train": write(tmp_path / "a.csv", rows)})
+
+
+def test_texts_that_the_tokenizer_does_not_have(tmp_path):
+    rows = [f"電影 {'很好' if n % 2 else '不好'} {n},{n % 2}" for n in range(40)]
+    found = names({"train": write(tmp_path / "a.csv", rows)})
+    assert "of the tokens of the training rows are unknown to the model's tokenizer" in found["unknown tokens"]
+    assert "unknown tokens" not in names({"train": write(tmp_path / "b.csv", reviews(40))})
+
+
 def reviews(count, seed=0, flip=False):
     draw = random.Random(seed)
     rows = [(f"{draw.choice(GOOD if n % 2 else BAD)} {draw.randrange(10**6)}", n % 2) for n in range(count)]

@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -77,6 +78,26 @@ def test_entities_of_other_schemes_are_seqevals(tags):
     assert list(metrics.entities(tags)) == expected
 
 
+@given(st.data())
+@pytest.mark.parametrize("scheme", ["IOBES", "BILOU", "BMES"])
+def test_entities_of_every_scheme_are_found_again(scheme, data):
+    """Written out from spans: a single word has its own letter, and neighbours of one type stay apart."""
+    begin, middle, end, single = {"IOBES": "BIES", "BILOU": "BILU", "BMES": "BMES"}[scheme]
+    spans, tags = [], []
+    for kind, size in data.draw(st.lists(st.tuples(st.sampled_from(["X", "Y", None]), st.integers(1, 4)), max_size=6)):
+        if kind is not None:
+            spans.append((kind, len(tags), len(tags) + size - 1))
+        letters = [single] if size == 1 else [begin, *[middle] * (size - 2), end]
+        tags += ["O" if kind is None else f"{letter}-{kind}" for letter in letters]
+    assert list(metrics.entities(tags)) == spans
+
+
+def test_tags_with_a_dash_that_is_no_prefix_are_types():
+    tags = ["NN", "-LRB-", "NN", "NN-SHORT", "O", "-RRB-"]
+    spans = [("NN", 0, 0), ("-LRB-", 1, 1), ("NN", 2, 2), ("NN-SHORT", 3, 3), ("-RRB-", 5, 5)]
+    assert list(metrics.entities(tags)) == spans
+
+
 def test_squad_rules():
     metric = metrics.AnswerMetric()
     metric.add(["the Denver Broncos", "Broncos"], "Denver Broncos!")
@@ -124,7 +145,7 @@ def test_texts_equal_the_libraries():
     assert found["rouge1"] == pytest.approx((10 / 12 + 6 / 7) / 2)  # shared words of both sides
 
 
-@pytest.mark.parametrize("name", ["accuracy", "f1", "matthews"])
+@pytest.mark.parametrize("name", ["accuracy", "f1", "f1_macro", "matthews"])
 def test_the_best_threshold_is_the_best_of_all(name):
     draw = random.Random(1)
     scores = [round(draw.random(), 2) for _ in range(60)]
@@ -132,6 +153,7 @@ def test_the_best_threshold_is_the_best_of_all(name):
     judge = {
         "accuracy": sklearn.metrics.accuracy_score,
         "f1": sklearn.metrics.f1_score,
+        "f1_macro": partial(sklearn.metrics.f1_score, average="macro"),
         "matthews": sklearn.metrics.matthews_corrcoef,
     }[name]
     with warnings.catch_warnings():

@@ -116,3 +116,28 @@ def test_the_explorer_shows_a_probability_of_each_label(tmp_path):
     assert {row["name"]: row["before"] for row in caused["rows"]} == pytest.approx(found.scores, abs=1e-5)
     assert predicted == pytest.approx(found.scores, abs=1e-5)
     assert caused["divergence"] is None  # several probabilities are no distribution
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "labels", "target"), [("multilabel", LABELS, "label"), ("classify", ("s",), "number")]
+)
+def test_transformers_computes_the_same_scores(kind, labels, target, tmp_path):
+    """`problem_type` of config.json says which, in both directions: a softmax was computed without it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    settings = TaskSettings(kind=kind, labels=labels, target=target, length=32)
+    model, row = Model(config_of("bert"), "classify", labels).eval(), {"text": "a fine film"}
+    save_model(model, tmp_path / "m", tokenizer=tokenizer_of("bert"), info={"task": asdict(settings)})
+    pipeline = transformers.pipeline("text-classification", model=str(tmp_path / "m"), top_k=None, device="cpu")
+    (found,) = pipeline([row["text"]])
+    theirs = {one["label"]: one["score"] for one in found}
+    scores = {"score": theirs.pop("s")} if target == "number" else theirs
+    assert plume.load(tmp_path / "m").predict([row])[0].scores == pytest.approx(scores, abs=1e-5)
+    if kind == "multilabel":  # as another tool writes it
+        (tmp_path / "m/plume.json").unlink()
+        plume.load(tmp_path / "m").save(tmp_path / "copy")
+        for folder in ("m", "copy"):
+            assert plume.load(tmp_path / folder).predict([row])[0].scores == pytest.approx(scores, abs=1e-5)
+        with pytest.raises(UserError, match=r"any number of labels; use lm.predict"):
+            plume.load(tmp_path / "m").classify(["a fine film"])

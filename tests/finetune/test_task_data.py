@@ -149,8 +149,13 @@ def test_conll_files_with_a_byte_order_mark_or_in_another_encoding(tmp_path):
     data = load_task(TaskConfig(train=str(path), validation=str(path)))
     assert data.train[0].fields["words"] == ["Zoë", "sings"] and data.train[0].label == ["PROPN", "VERB"]
     path.write_text(word * 3, encoding="latin-1")
-    with pytest.raises(UserError, match=r"a\.conllu line 1 is not UTF-8 text"):
+    with pytest.raises(UserError, match=r"a\.conllu line 1: not utf-8 text; encoding=gb18030"):
         load_task(TaskConfig(train=str(path)))
+    for encoding in ("latin-1", "utf-16"):
+        path.write_text(word * 3, encoding=encoding)
+        data = load_task(TaskConfig(train=str(path), validation=str(path), encoding=encoding))
+        assert data.train[0].fields["words"] == ["Zoë", "sings"] and data.train[0].label == ["PROPN", "VERB"]
+        assert [e.where[-6:] for e in data.train] == ["line 1", "line 4", "line 7"]
 
 
 def test_tags_that_are_no_list_are_named_with_their_line(tmp_path):
@@ -205,6 +210,24 @@ def test_aligned_files(tmp_path):
     both = {"train": str(tmp_path / "a.en"), "targets": str(tmp_path / "a.de")}
     data = load_task(TaskConfig(**both, validation=both["train"], validation_targets=both["targets"]))
     assert data.kind == "generate" and data.train[1].label == "zwei" and data.train[0].fields["source"] == "one"
+
+
+def test_aligned_files_in_another_encoding_or_packed(tmp_path):
+    import gzip
+
+    source, target = tmp_path / "a.zh.gz", tmp_path / "a.de"
+    source.write_bytes(gzip.compress("一\u2028二\n三\n".encode("gb18030")))
+    target.write_text("für\rdich\nzwei\n", encoding="gb18030", newline="")
+    data = load_task(
+        TaskConfig(
+            train=str(source),
+            targets=str(target),
+            validation=str(source),
+            validation_targets=str(target),
+            encoding="gb18030",
+        )
+    )
+    assert [(e.fields["source"], e.label) for e in data.train] == [("一\u2028二", "für\rdich"), ("三", "zwei")]
 
 
 @pytest.mark.parametrize(
@@ -296,6 +319,18 @@ def test_packed_files_are_read_as_plain_ones(tmp_path):
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(json.dumps(squad).encode()))
     assert load_task(TaskConfig(train=str(path))).kind == "span"
+
+
+def test_labels_of_nan_or_white_space_are_missing(tmp_path):
+    """NaN became the label 'nan', a space the label ''."""
+    labels = ["good", "bad", float("nan"), " ", None, "good", "bad"]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": f"text {n}", "label": y}) + "\n" for n, y in enumerate(labels)))
+    data = load_task(TaskConfig(train=str(path), validation=str(path)))
+    assert data.labels == ("bad", "good") and len(data.train) == 4 and data.skipped.counts["no label"] == 6
+    path.write_text('{"text": NaN, "label": "good"}\n')
+    with pytest.raises(UserError, match="line 1: the text in 'text' is empty"):
+        load_task(TaskConfig(train=str(path)))
 
 
 def test_a_label_never_seen_in_training(tmp_path):
