@@ -145,27 +145,62 @@ def test_int4_is_the_nearest_of_its_levels(low_weight):
     assert np.square(expected - weight).sum() < 0.8 * np.square(plain - weight).sum()
 
 
+def products(precision, weight, values, bias):
+    """Of a packed matrix (N, K) with rows of floats (M, K), as the engine computes them; and the rows as it rounds
+    them."""
+    (n, k), rows, depth = weight.shape, len(values), -(-weight.shape[1] // 64) * 64
+    block, source, start = in_memory(panels(weight, precision)), in_memory(values), in_memory(bias)
+    stride = depth * 5 // 4 + 64
+    codes, out, memory = aligned(rows * stride), aligned(rows * n, np.float32), aligned(128 + depth * 128)
+    for m in range(rows):
+        at = codes.ctypes.data + m * stride
+        arithmetic.quantise(source.ctypes.data + m * k * 4, k, at, depth, 0, depth // 64)
+    whole = codes.reshape(rows, stride)[:, :depth].astype(np.int8).reshape(rows, depth // 64, 64)
+    scales = np.ascontiguousarray(codes.reshape(rows, stride)[:, depth : depth + depth // 16]).view(np.float32)
+    rounded = (whole * scales[:, :, None].astype(np.float64)).reshape(rows, depth)[:, :k]
+    arithmetic.multiply(
+        KINDS[precision], block.ctypes.data, depth, 0, n // 32, codes.ctypes.data, stride, rows, start.ctypes.data,
+        out.ctypes.data, n * 4, memory.ctypes.data,
+    )  # fmt: skip
+    return out.reshape(rows, n), rounded
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9])
 def test_int4_products_are_those_of_its_levels(low_weight, rows):
     """Against a product in float64 of weights and activations as they were rounded; few rows and many, unpacked."""
     _, weight = low_weight
     draw = np.random.default_rng(rows)
     values, bias = draw.normal(size=(rows, 320)).astype(np.float32), draw.normal(size=192).astype(np.float32)
-    block, source, start = in_memory(panels(low_weight[0], "int4")), in_memory(values), in_memory(bias)
-    stride = 320 * 5 // 4 + 64
-    codes, out, memory = aligned(rows * stride), aligned(rows * 192, np.float32), aligned(128 + 320 * 128)
-    for m in range(rows):
-        at = codes.ctypes.data + m * stride
-        arithmetic.quantise(source.ctypes.data + m * 320 * 4, 320, at, 320, 0, 5)
-    whole = codes.reshape(rows, stride)[:, :320].astype(np.int8).reshape(rows, 5, 64)
-    scales = np.ascontiguousarray(codes.reshape(rows, stride)[:, 320:340]).view(np.float32)
-    rounded = (whole * scales[:, :, None].astype(np.float64)).reshape(rows, 320)
-    assert np.abs(rounded - values).max() <= np.abs(values).max() / 254 * 1.001
-    arithmetic.multiply(
-        KINDS["int4"], block.ctypes.data, 320, 0, 6, codes.ctypes.data, stride, rows, start.ctypes.data,
-        out.ctypes.data, 192 * 4, memory.ctypes.data,
-    )  # fmt: skip
-    np.testing.assert_allclose(out.reshape(rows, 192), rounded @ weight.T.astype(np.float64) + bias, atol=2e-5)
+    out, rounded = products("int4", low_weight[0], values, bias)
+    assert np.abs(rounded - values).max() <= np.abs(values).max() / 127 * 1.001
+    np.testing.assert_allclose(out, rounded @ weight.T.astype(np.float64) + bias, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 6, 13])
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_sums_of_bytes_never_overflow(precision, rows):
+    """The largest weights that the form has, times the largest activations, of one sign and of both: where products
+    are summed in 16 bits, such pairs would pass their range."""
+    k, draw = 130, np.random.default_rng(0)
+    weight = np.where(draw.random((64, k)) < 0.5, -1, 1).astype(np.float32)
+    weight[:8], weight[8:16] = 1, -1
+    values = draw.normal(size=(rows, k)).astype(np.float32)
+    values[0] = 3
+    values[-1, ::2] *= -1
+    values[rows // 2] = np.where(np.arange(k) % 64 < 2, 100, 1)
+    out, rounded = products(precision, weight, values, np.zeros(64, np.float32))
+    block, row, kept = in_memory(panels(weight, precision)), aligned(k, np.float32), []
+    for i in range(64):
+        arithmetic.gather(KINDS[precision], block.ctypes.data, k, i, row.ctypes.data)
+        kept.append(row.copy())
+    np.testing.assert_allclose(out, rounded @ np.stack(kept).T.astype(np.float64), rtol=1e-5, atol=1e-4)
+
+
+def test_rounding_to_bytes_loses_little():
+    """Normal numbers in groups of 64: less than 0.8 % of their size is lost, where seven bits would lose 1.2 %."""
+    values = np.random.default_rng(0).normal(size=(64, 512)).astype(np.float32)
+    _, rounded = products("int8", np.zeros((64, 512), np.float32), values, np.zeros(64, np.float32))
+    assert np.sqrt(np.square(rounded - values).mean() / np.square(values).mean()) < 0.008
 
 
 def test_int4_engine_gives_the_logits_of_its_levels(random_model):

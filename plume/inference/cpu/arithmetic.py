@@ -12,7 +12,7 @@ from numba import carray
 
 from plume.inference.cpu import lanes, tiles
 from plume.inference.cpu import panels as forms
-from plume.inference.cpu.lanes import SIGNED_DOT, compiled, entry, linked
+from plume.inference.cpu.lanes import PAIRED_DOT, SIGNED_DOT, compiled, entry, linked
 from plume.inference.cpu.pack import GELU, GELU_TANH
 from plume.inference.cpu.panels import GROUP, PANEL, SMALL_GROUP
 
@@ -21,7 +21,8 @@ fixed_rows, scaled_rows, int8_rows, int4_rows, level_rows = (
     for kind in (tiles.fixed_tile, tiles.scaled_tile, tiles.int8_tile, tiles.int4_tile, tiles.level_tile)
 )
 WORTH_UNPACKING = 2 * tiles.TOGETHER[0]  # up to so many rows, reading a panel's bits again costs less
-ABREAST = 4 if lanes.WIDE else 2  # panels that one row meets together: their sums fill the registers
+# panels that one row meets together; with 16 registers one is read fastest, without a jump from panel to panel
+ABREAST = 4 if lanes.WIDE else 1
 fixed_1, scaled_1, int8_1, int4_1 = (
     tiles.tile(kind(1, ABREAST)) for kind in (tiles.fixed_tile, tiles.scaled_tile, tiles.int8_tile, tiles.int4_tile)
 )
@@ -114,6 +115,9 @@ def quantise(source: int, width: int, row: int, depth: int, first: int, last: in
         largest = np.float32(1e-30)
         for i in range(filled):
             largest = lanes.larger(largest, abs(x[i]))
+        if PAIRED_DOT:
+            for i in range(filled // 2):
+                largest = lanes.larger(largest, abs(x[2 * i] + x[2 * i + 1]))
         scale = largest / np.float32(127)
         inverse = ONE / scale
         for half in range(2):
@@ -195,7 +199,7 @@ def multiply(
     p = panels
     while p < until:
         at, to, start = weights + p * size, out + p * PANEL * 4, 0 if bias == 0 else bias + p * PANEL * 4
-        if rows == 1 and p + ABREAST <= until:
+        if ABREAST > 1 and rows == 1 and p + ABREAST <= until:
             panels_abreast(kind, at, size, depth, values, stride, start, to, out_stride)
             p += ABREAST
         else:

@@ -6,7 +6,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from plume.inference.cpu.lanes import ARM, FEATURES, FLOATS, I8, I16, I32, INTS, SIGNED_DOT, VNNI, load
+from plume.inference.cpu.lanes import ARM, FEATURES, FLOATS, I8, I16, I32, INTS, PAIRED_DOT, SIGNED_DOT, VNNI, load
 from plume.inference.cpu.panels import LANES, LEVELS
 
 
@@ -19,6 +19,8 @@ def dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
         kind = ir.FunctionType(INTS, [INTS, INTS, INTS])
         add = builder.module.declare_intrinsic("llvm.x86.avx512.vpdpbusd.512", [], kind)
         return builder.call(add, [total, weights, values])
+    if PAIRED_DOT:
+        return _avx2_dot4(builder, total, weights, values)
     for byte in range(4):  # any machine
         up, eight = ir.Constant(INTS, [24 - 8 * byte] * LANES), ir.Constant(INTS, [8 * byte] * LANES)
         value = builder.ashr(builder.shl(values, up), ir.Constant(INTS, [24] * LANES))
@@ -27,13 +29,8 @@ def dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
     return total
 
 
-def signed_dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
-    """The same with signed weight bytes, none of them -128."""
-    return (_arm_dot4 if ARM else _avx2_dot4)(builder, total, weights, values)
-
-
 def _avx2_dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
-    """Magnitudes times activations that have taken the signs: two products of 127 x 127 fit into 16 bits."""
+    """Exact as long as neighbouring values of one sign are 128 or less together: 255 x 128 fits into 16 bits."""
     bytes32, shorts, ints = ir.VectorType(I8, 32), ir.VectorType(I16, 16), ir.VectorType(I32, 8)
 
     def call(name: str, result: Any, given: Any, *args: Any) -> Any:
@@ -43,13 +40,13 @@ def _avx2_dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
     parts = []
     for start in (0, 8):
         w, a = (builder.bitcast(_part(builder, vector, start, 8), bytes32) for vector in (weights, values))
-        magnitude, moved = call("psign.b", bytes32, bytes32, w, w), call("psign.b", bytes32, bytes32, a, w)
-        pairs = call("pmadd.ub.sw", shorts, bytes32, magnitude, moved)
+        pairs = call("pmadd.ub.sw", shorts, bytes32, w, a)
         parts.append(call("pmadd.wd", ints, shorts, pairs, ir.Constant(shorts, [1] * 16)))
     return builder.add(total, builder.shuffle_vector(*parts, ir.Constant(INTS, list(range(LANES)))))
 
 
-def _arm_dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
+def signed_dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
+    """The same with signed weight bytes."""
     quarter, bytes16 = ir.VectorType(I32, 4), ir.VectorType(I8, 16)
     sdot = builder.module.declare_intrinsic(
         "llvm.aarch64.neon.sdot.v4i32.v16i8", [], ir.FunctionType(quarter, [quarter, bytes16, bytes16])

@@ -27,8 +27,9 @@ FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 FEATURES = llvm.get_host_cpu_features()
 ARM = platform.machine().lower() in ("arm64", "aarch64")
 VNNI = bool(FEATURES.get("avx512vnni"))
-# weights are brought back to signed bytes before the product
-SIGNED_DOT = bool(FEATURES.get("dotprod")) if ARM else bool(FEATURES.get("avx2")) and not VNNI
+SIGNED_DOT = ARM and bool(FEATURES.get("dotprod"))  # weights are brought back to signed bytes before the product
+# two products of neighbouring bytes are summed in 16 bits, so activations are rounded such that the sum fits
+PAIRED_DOT = bool(FEATURES.get("avx2")) and not VNNI
 WIDE = bool(FEATURES.get("avx512f"))
 
 
