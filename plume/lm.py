@@ -15,15 +15,7 @@ import numpy as np
 from plume.config import CachePrecision, EngineConfig, EngineKind, EnginePrecision, SamplingConfig, UserError
 from plume.config.fields import refuse
 from plume.config.recipes import wrong_choices
-from plume.hf import (
-    folder_info,
-    load_tokenizer_of,
-    read_chat_template,
-    read_config,
-    read_embedding,
-    resolve,
-    save_model,
-)
+from plume.hf import folder_info, load_tokenizer_of, read_config, read_embedding, resolve, save_model
 from plume.inference import outputs, scoring, sequences
 from plume.inference.batcher import Batcher
 from plume.inference.beam import beam_search
@@ -127,11 +119,8 @@ class LM:
 
     def save(self, folder: str | Path) -> Path:
         """Write the model, with the weights it has now, and its tokenizer as a Hugging Face model folder."""
-        info, embedding = folder_info(self.folder), None if self.folder is None else read_embedding(self.folder)
-        template = read_chat_template(self.folder)
-        return save_model(
-            self.model, folder, tokenizer=self.tokenizer, info=info, embedding=embedding, chat_template=template
-        )
+        info = folder_info(self.folder)
+        return save_model(self.model, folder, tokenizer=self.tokenizer, info=info, settings_of=self.folder)
 
     def close(self) -> None:
         """Free the engine's threads and memory."""

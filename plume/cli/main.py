@@ -197,16 +197,7 @@ def import_model(words: Words, _: Flags) -> None:
     wanted = settings(config.ImportConfig, words, "model")
     import torch
 
-    from plume.hf import (
-        folder_info,
-        load_model,
-        load_tokenizer_of,
-        model_hash,
-        read_chat_template,
-        read_embedding,
-        resolve,
-        save_model,
-    )
+    from plume.hf import folder_info, load_model, load_tokenizer_of, model_hash, resolve, save_model
     from plume.text import load_tokenizer
 
     folder = resolve(wanted.model)
@@ -214,8 +205,7 @@ def import_model(words: Words, _: Flags) -> None:
     model = load_model(folder, architecture=wanted.architecture, dtype=getattr(torch, wanted.precision))
     given, kind = wanted.tokenizer, wanted.architecture
     tokenizer = load_tokenizer_of(folder, kind) if given is None else load_tokenizer(given)
-    embedding, template = read_embedding(folder), read_chat_template(folder)
-    print(save_model(model, wanted.out, tokenizer=tokenizer, info=info, embedding=embedding, chat_template=template))
+    print(save_model(model, wanted.out, tokenizer=tokenizer, info=info, settings_of=folder))
 
 
 def generate(words: Words, _: Flags) -> None:

@@ -15,10 +15,11 @@ from plume.hf.checkpoint_model import checkpoint_model, openable_steps
 from plume.hf.config_json import (
     CHAT_TEMPLATE,
     PROBLEM_TYPES,
-    EmbeddingConfig,
     FolderConfig,
     problem_type,
+    read_chat_template,
     read_config,
+    read_embedding,
     to_hf_config,
     write_embedding,
 )
@@ -181,15 +182,15 @@ def save_model(
     *,
     tokenizer: Tokenizer | None = None,
     info: Mapping[str, Any] | None = None,
-    embedding: EmbeddingConfig | None = None,
-    chat_template: str | None = None,
+    settings_of: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     gather: Gather = lambda tensor: tensor,
 ) -> Path:
     """Write a whole model folder aside, then put it in place: never half a folder, never a mix of two.
 
-    Files in a folder that is written over stay if they are none of a model's. `gather` gives the whole of a tensor that
-    ranks share; the others join in with `gather_tensors`.
+    Files in a folder that is written over stay if they are none of a model's. `settings_of` is a folder whose chat
+    template and settings of sentence-transformers are written too. `gather` gives the whole of a tensor that ranks
+    share; the others join in with `gather_tensors`.
     """
     place = at_home(folder)
     if place.exists() and not (place.is_dir() and (is_model_folder(place) or not any(place.iterdir()))):
@@ -205,10 +206,10 @@ def save_model(
         write_tensors(folder_tensors(model), new, max_shard_bytes, gather)
         if tokenizer is not None:
             tokenizer.save(new)
-        if embedding is not None:
+        if settings_of is not None and (embedding := read_embedding(settings_of)) is not None:
             write_embedding(embedding, new, model.config.width)
-        if chat_template is not None:
-            write_text(new / CHAT_TEMPLATE, chat_template)
+        if (template := read_chat_template(settings_of)) is not None:
+            write_text(new / CHAT_TEMPLATE, template)
         own = {"head": model.kind, "tokenizer_hash": None if tokenizer is None else tokenizer.hash}
         about = {**own, **({} if info is None else info), **own}
         write_json(new / "plume.json", about)

@@ -26,7 +26,7 @@ from plume.model.transformer import Transformer
 from plume.tasks import metrics
 from plume.tasks.baselines import Baseline, each
 from plume.tasks.readers import LocatedRow, aligned_rows, table_rows
-from plume.tasks.schema import Columns, Example, Prediction, TaskSettings, text_value
+from plume.tasks.schema import Columns, Example, Prediction, TaskSettings, is_missing, text_value
 from plume.tasks.task_kind import RowReader, TaskKind, TaskOptions
 from plume.tasks.token_rows import GPT1_TOKENS, Numbers, Truncation, shares
 from plume.text import Tokenizer
@@ -325,7 +325,9 @@ def chat_rows(rows: Iterator[LocatedRow], config: TaskConfig, skipped: Tally) ->
 def chat_turns(row: Row) -> Iterator[Row]:
     """A source and target for each answer of a chat, or for an instruction with its input."""
     if "messages" not in row:
-        asked = "\n\n".join(str(row[name]) for name in ("instruction", "input") if row.get(name))
+        asked = "\n\n".join(str(row[name]) for name in ("instruction", "input") if not is_missing(row.get(name)))
+        if not asked:
+            raise UserError("the instruction is empty")
         yield {"source": chat_text([("user", asked)]), "target": row.get("output")}
         return
     messages = row["messages"]

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from plume.tasks.task_kind import TaskKind
 
 Target = TaskTarget
+SHOWN = 60  # characters of a wrong value in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +220,10 @@ def text_value(value: Any, column: str) -> str:
     """The text of a cell; a list of texts is joined."""
     if isinstance(value, list) and value and all(isinstance(v, str) for v in value):
         value = " ".join(value)
-    if not isinstance(value, str | int | float) or is_missing(value):
+    if is_missing(value):
         raise UserError(f"the text in {column!r} is empty")
+    if not isinstance(value, str | int | float):
+        raise UserError(f"{column!r} holds {str(value)[:SHOWN]}, which is no text")
     try:
         str(value).encode()
     except UnicodeEncodeError:

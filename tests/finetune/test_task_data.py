@@ -321,6 +321,28 @@ def test_packed_files_are_read_as_plain_ones(tmp_path):
     assert load_task(TaskConfig(train=str(path))).kind == "span"
 
 
+def test_a_table_that_was_written_by_columns_is_no_text(tmp_path):
+    """As pandas writes JSON unless it is told otherwise; the message said that the text was empty."""
+    table = {"text": {"0": "fine", "1": "dull"}, "label": {"0": "good", "1": "bad"}}
+    (tmp_path / "a.json").write_text(json.dumps(table))
+    with pytest.raises(UserError, match=r"'text' holds \{'0': 'fine', '1': 'dull'\}, which is no text"):
+        load_task(TaskConfig(train=str(tmp_path / "a.json")))
+
+
+def test_instructions_without_an_input(tmp_path):
+    """NaN became the word nan at the end of the prompt; no instruction at all was learned from."""
+    rows = [
+        {"instruction": "Sum up.", "input": value, "output": "a sum"} for value in (float("nan"), None, "", "1 + 1")
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = load_task(TaskConfig(train=str(tmp_path / "a.jsonl"), validation=str(tmp_path / "a.jsonl")))
+    sources = [e.fields["source"] for e in data.train]
+    assert sources == ["user: Sum up.\n\nassistant:"] * 3 + ["user: Sum up.\n\n1 + 1\n\nassistant:"]
+    (tmp_path / "b.jsonl").write_text('{"instruction": " ", "output": "a sum"}\n')
+    with pytest.raises(UserError, match=r"b\.jsonl line 1: the instruction is empty; correct it, or skip"):
+        load_task(TaskConfig(train=str(tmp_path / "b.jsonl")))
+
+
 def test_labels_of_nan_or_white_space_are_missing(tmp_path):
     """NaN became the label 'nan', a space the label ''."""
     labels = ["good", "bad", float("nan"), " ", None, "good", "bad"]

@@ -14,6 +14,7 @@ import plume
 from plume.cli.generate_command import run_batch
 from plume.config import EngineConfig, SamplingConfig, UserError
 from plume.hf import EmbeddingConfig, read_embedding, save_model
+from plume.hf.config_json import write_embedding
 from plume.inference import engine_factory
 from plume.inference.scoring import score_text, scorer_for
 from plume.lm import LM, load
@@ -269,7 +270,8 @@ def test_a_context_of_one_token(open_lm):
 
 def test_a_saved_folder_of_sentence_transformers_gives_the_same_vectors(tokenizer, random_model, tmp_path):
     settings = EmbeddingConfig("max", True, 5)
-    folder = save_model(random_model(), tmp_path / "a", tokenizer=tokenizer, embedding=settings)
+    folder = save_model(random_model(), tmp_path / "a", tokenizer=tokenizer)
+    write_embedding(settings, folder, random_model().config.width)
     lm = load(folder)
     again = load(lm.save(tmp_path / "b"))
     np.testing.assert_array_equal(again.embed(PROMPTS), lm.embed(PROMPTS))
