@@ -36,7 +36,7 @@ VIEWS = {  # of the Explorer -> what is there once it is drawn
     "runs": "#view svg path",
 }
 CURVE = "document.querySelector('#view svg path')?.getAttribute('d')"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 
 

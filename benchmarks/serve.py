@@ -217,7 +217,7 @@ def page(place: Path, model: Path | None, preset: str) -> None:
 
     from plume.bench import random_folder
 
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-headless-shell"))), None)
     if chromium is None:
         skip("the Explorer needs a Chromium to be drawn in, which is not here")
     if model is None:

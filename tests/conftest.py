@@ -12,17 +12,17 @@ EXPECTED_SKIPS = ("needs the real data folder", "needs a GPU")  # any other skip
 
 # begun first, so that two workers end together: `make test` hands out whole files, in this order
 LONGEST = [
-    "serve/test_explorer",
+    "test_foreign_folders",
     "train/test_train_pretrain",
-    "serve/test_views",
-    "data/test_data_prepare",
     "finetune/test_finetune",
-    "train/test_train_init_from",
+    "serve/test_explorer",
+    "data/test_data_prepare",
     "inference/test_beam",
     "inference/test_export",
-    "test_foreign_folders",
-    "lab/test_lab",
+    "train/test_train_init_from",
     "serve/test_page",
+    "serve/test_views",
+    "lab/test_lab",
     "data/test_data_masked",
     "inference/test_engines",
     "data/test_data_shards",

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from architecture import TREES, figures
 
 import plume
 
@@ -140,6 +139,8 @@ PRIVATE = re.compile(
 
 def test_messages_are_in_the_terms_of_the_field():
     """Every text in the code but docstrings, and the English of the page."""
+    from architecture import TREES  # every file parsed, which collecting tests does not need
+
     for path, tree in TREES.items():
         owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         first = [node.body[0] for node in ast.walk(tree) if isinstance(node, owners) and node.body]
@@ -153,6 +154,8 @@ def test_messages_are_in_the_terms_of_the_field():
 
 def test_the_package_keeps_to_its_figures():
     """Each figure of docs/architecture.md is a bound; `python tests/architecture.py` shows where one is passed."""
+    from architecture import figures
+
     drawing = (ROOT.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = drawing.split("<!-- figures -->")[1].split("<!-- /figures -->")[0]
     stated = {name: int(bound) for name, bound in re.findall(r"^\|[^|]+\| ([^|]+) \| (\d+) \|", table, re.MULTILINE)}

@@ -17,7 +17,7 @@ from tour import BROWSERS, VIEWS  # noqa: E402
 @pytest.mark.timeout(5400)
 def test_the_tour_from_text_to_served_models(tmp_path):
     if not any(map(shutil.which, BROWSERS)):
-        pytest.skip("needs Chromium; Debian's package chromium would do")
+        pytest.skip("needs Chromium; Debian's package chromium-headless-shell would do")
     folder = tmp_path / "a place with spaces"
     command = [sys.executable, str(ROOT / "tour.py"), "--small", "--folder", str(folder)]
     done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

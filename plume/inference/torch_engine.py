@@ -15,6 +15,7 @@ from plume.config import UserError
 from plume.inference.engine import Feed, Logits
 from plume.model.heads import Model
 from plume.model.transformer import Cache, EncoderDecoder, LayerCache, Transformer
+from plume.util.devices import need_compiler
 
 
 class SlotLayer(LayerCache):
@@ -68,6 +69,7 @@ class TorchEngine:
         stack = body.decoder if isinstance(body, EncoderDecoder) else body
         self.stack: Transformer = stack
         if compiled:
+            need_compiler()
             self.stack = torch.compile(stack, dynamic=True)  # type: ignore[assignment]
         c = self.config
         layers = c.decoder_layers if c.decoder_layers else c.layers

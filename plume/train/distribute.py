@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from plume.config import TrainConfig, TrainPrecision, UserError
 from plume.model.transformer import Attention, Block
-from plume.util.devices import Precision, choose_precision, pick_device
+from plume.util.devices import Precision, choose_precision, need_compiler, pick_device
 
 CPU = torch.device("cpu")
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -232,6 +232,7 @@ def change_blocks(module: nn.Module, config: TrainConfig, ranks: Ranks, mesh: De
         for block in blocks(module):
             checkpoint_activations(block)
     if config.compile:
+        need_compiler()
         for block in blocks(module):
             block.compile()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -79,6 +81,13 @@ def pick_device(wanted: str) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
+
+
+def need_compiler() -> None:
+    """torch.compile writes C++ at the first step and calls the compiler that torch names here."""
+    name = os.environ.get("CXX", {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++"))
+    if shutil.which(name) is None:
+        raise UserError(f"compile: torch.compile needs a C++ compiler, and {name} is not installed; leave compile out")
 
 
 def choose_precision(device: torch.device, wanted: TrainPrecision) -> Precision:

@@ -1,6 +1,8 @@
 """Tiny models: random ones for equalities, and one that was really trained, on the standard library's own source."""
 
 import inspect
+import os
+import shutil
 import string
 import textwrap
 from collections.abc import Callable, Iterator
@@ -8,9 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from plume.config import EngineConfig, ModelConfig
-from plume.hf import save_model
+from plume.hf import load_model, save_model
 from plume.lm import LM
 from plume.model.heads import Model
 from plume.text import Tokenizer
@@ -74,12 +77,10 @@ def training_text() -> str:
     return "".join(inspect.getsource(module) for module in (textwrap, string, inspect))
 
 
-@pytest.fixture(scope="session")
-def trained(tokenizer: Tokenizer, training_text: str) -> Model:
-    """A model trained here, for a few seconds."""
+def train(tokenizer: Tokenizer, text: str) -> Model:
     torch.manual_seed(1)
     model = Model(ModelConfig(vocab_size=266, context=64, layers=2, heads=2, width=96, dropout=0.0))
-    tokens = torch.tensor(tokenizer.encode(training_text))
+    tokens = torch.tensor(tokenizer.encode(text))
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model.train()
     for _ in range(150):
@@ -95,5 +96,16 @@ def trained(tokenizer: Tokenizer, training_text: str) -> Model:
 
 
 @pytest.fixture(scope="session")
-def trained_folder(trained: Model, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(trained, tmp_path_factory.mktemp("trained") / "model", tokenizer=tokenizer)
+def trained_folder(tokenizer: Tokenizer, training_text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model trained here, for a few seconds; the first worker that needs it trains it, each has a copy of its own."""
+    own = tmp_path_factory.mktemp("trained") / "model"
+    shared = own.parents[2 if "PYTEST_XDIST_WORKER" in os.environ else 1] / "trained-once"
+    with FileLock(f"{shared}.lock"):
+        if not shared.is_dir():
+            save_model(train(tokenizer, training_text), shared, tokenizer=tokenizer)
+    return shutil.copytree(shared, own)
+
+
+@pytest.fixture(scope="session")
+def trained(trained_folder: Path) -> Model:
+    return load_model(trained_folder).eval()

@@ -94,7 +94,7 @@ def endless(models) -> dict:
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="the page's tests need the package playwright")
     if CHROMIUM is None:
-        pytest.skip("needs Chromium; Debian's package chromium would do")
+        pytest.skip("needs Chromium; Debian's package chromium-headless-shell would do")
     playwright.expect.set_options(timeout=LIMIT)
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from plume.config import UserError
-from plume.train.distribute import CPU
+from plume.config import ModelConfig, TrainConfig, UserError
+from plume.inference.torch_engine import TorchEngine
+from plume.model.heads import Model
+from plume.train.distribute import CPU, Ranks, change_blocks
 from plume.util import devices
 
 
@@ -35,3 +37,13 @@ def test_devices_that_are_not_there(monkeypatch):
     assert devices.pick_device("cuda:1").index == 1
     with pytest.raises(UserError, match="device='cuda:2': this machine has 2 GPUs"):
         devices.pick_device("cuda:2")
+
+
+def test_torch_compile_without_a_compiler_is_one_message(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    model = Model(ModelConfig(vocab_size=9, context=8, layers=1, heads=1, width=4))
+    with pytest.raises(UserError, match=r"compile: torch\.compile needs a C\+\+ compiler"):
+        TorchEngine(model, compiled=True)
+    with pytest.raises(UserError, match=r"compile: torch\.compile needs a C\+\+ compiler"):
+        change_blocks(model, TrainConfig(steps=1, compile=True), Ranks(), None)
