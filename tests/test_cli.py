@@ -65,7 +65,7 @@ def test_an_empty_text(capsys, here):
 
 def test_a_text_shorter_than_the_context(capsys, here):
     (here / "short.txt").write_text("Only a few words, far too few for a window of the model.\n" * 3)
-    refused(capsys, ["demo", "--text", "short.txt", "--folder", "run", "--minutes", "0.01"], "one window needs 129")
+    refused(capsys, ["demo", "--text", "short.txt", "--folder", "run", "--minutes", "0.01"], "one window needs 65")
     assert [path.name for path in here.iterdir()] == ["short.txt"]
 
 

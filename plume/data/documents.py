@@ -259,12 +259,13 @@ def texts(stream: BinaryIO, part: FilePart, config: DataConfig, tally: Tally) ->
     blocks = text_blocks(
         stream, part.start, part.stop, encoding=config.encoding, unit=config.documents, size=config.shard_mb << 20
     )
-    begun, leading = part.start > 0, b""  # white space that a text begins with is not a document of its own
+    begun, leading = False, b""  # white space that a text begins with is not a document of its own
     for block in blocks:
         tally.read += len(block.data)
         if config.documents != "file":
             yield from short_texts(block, part.path, config, tally)
             continue
+        begun |= block.continues and not leading
         data = leading + block.data
         if not begun and data.isspace() and len(data) < LONGEST_LINE:
             leading = data

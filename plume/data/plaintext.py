@@ -136,7 +136,7 @@ def text_blocks(
         start, stop = 0, None
     elif start:
         begin, whole = utf8_split(window, start, unit)
-        continues = not whole
+        continues = not whole and begin > bom
     place = start
     while stop is None or place < stop:
         place = place + size if stop is None else min(place + size, stop)

@@ -95,6 +95,18 @@ def test_a_long_line_is_cut_into_parts_that_workers_share(tmp_path, sentences):
     assert min(lengths[:-1]) > 500_000
 
 
+def test_the_first_text_behind_a_byte_order_mark_continues_nothing(tmp_path, monkeypatch):
+    """A first part that ends within the mark has no text, so the second one begins the document."""
+    monkeypatch.setattr(plaintext, "SEARCH", 4)
+    monkeypatch.setattr(plaintext, "BLOCK", 8)
+    path = tmp_path / "a.txt"
+    path.write_bytes(" a".encode("utf-8-sig"))
+    read = config(path, encoding="utf-8-sig")
+    parts = cut_file(path, read, 1, strips=8)
+    documents = [d for part in parts for d in read_piece(WorkUnit(0, 0, (part,)), read, Tally())]
+    assert [(d.text, d.continues) for d in documents] == [(" a", False)]
+
+
 @settings(max_examples=150)
 @given(st.data())
 def test_documents_put_together_are_the_text(tmp_path_factory, monkeypatch, data):

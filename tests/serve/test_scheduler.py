@@ -427,7 +427,7 @@ def test_a_short_reading_passes_ten_long_ones(scheduler, monkeypatch):
     before = len(log)
     running.set()
     assert short.result() == 1
-    assert log[before] == "short"
+    assert "short" in log[before : before + 2]  # the one that has the turn may not have written its line yet
     for one in long:
         one.reading.cancel()
     wait_for(lambda: scheduler.idle)
