@@ -312,8 +312,9 @@ def test_runs_are_drawn_and_followed(visit, runs_folder):
     visit.open("runs", runs="first")
     path = visit.page.locator("#view svg path").first
     before = path.get_attribute("d")
-    with (runs_folder / "first" / "metrics.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 50, "loss": 1.0, "tokens": 5000, "seconds": 25}) + "\n")
+    metrics = runs_folder / "first" / "metrics.jsonl"
+    kept = metrics.read_text()  # the folder is that of all tests
+    metrics.write_text(kept + json.dumps({"step": 50, "loss": 1.0, "tokens": 5000, "seconds": 25}) + "\n")
     visit.page.wait_for_function(
         "before => document.querySelector('#view svg path').getAttribute('d') !== before", arg=before
     )
@@ -322,6 +323,7 @@ def test_runs_are_drawn_and_followed(visit, runs_folder):
     visit.page.wait_for_function("() => document.querySelectorAll('#view svg path.c1').length > 0")
     for word in ("time", "steps", "log"):
         visit.page.get_by_role("button", name=word, exact=True).click()
+    metrics.write_text(kept)
 
 
 def test_runs_of_other_tokenizers_are_compared_in_bits_per_byte(browser, models, serve_config, tmp_path):
