@@ -25,7 +25,7 @@ from plume.util.run_folder import is_run, read_recipe_of
 SHAPES = ((2, 64), (3, 96), (4, 128), (4, 192), (4, 256), (6, 256), (6, 320), (8, 384), (8, 512), (12, 640), (12, 768))
 HEAD_WIDTH = 32  # of narrow models; GPT-2's 64 from a width of 512 on
 CONTEXTS = {3e6: 64, 12e6: 128, math.inf: 256}  # by the most tokens to be read: every position is to be seen often
-TOKENS_PER_WEIGHT = 1.4  # of the blocks: with fewer a smaller model learns more in the same time
+TOKENS_PER_WEIGHT = 1.2  # of the blocks: with fewer a smaller model learns more in the same time
 REFERENCE_TOKENS = 4e6  # of the run that rates and batch were searched for
 REFERENCE_LR, REFERENCE_MUON_LR, REFERENCE_WIDTH = 6e-3, 0.03, 128
 PASSES = 8  # over a small text, at most
