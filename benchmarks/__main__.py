@@ -30,7 +30,7 @@ JOBS = {  # name -> (words behind `python -m benchmarks.`, options at which it o
     "sizes": ("sizes", "--shards 4 --files 500 --gigabytes 0.01 --documents 100000 --rounds 1"),
     "train.characters": ("train characters", "--plain-steps 20 --steps 6"),
     "train.gpt2": ("train gpt2", "--preset gpt2-laptop --turns 1 --steps 2"),
-    "recipe": ("recipe", "--seconds 1 --seeds 1"),
+    "recipe": ("recipe", "--seconds 1 --points 1 --seeds 1"),
     "checkpoint": ("checkpoint", "--megabytes 4 --rounds 1"),
     "finetune": ("finetune", "--preset bert-tiny --steps 4 --rounds 1 --rows 200"),
     "transfer": ("transfer", "--steps 2 --rows 20 --seeds 1 --tasks restoring --out runs/transfer-small"),

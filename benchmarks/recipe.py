@@ -108,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=240.0, help="processor time of the plain recipe")
     parser.add_argument("--grid-seconds", type=float, help="of each point of its grid; unset: as long")
+    parser.add_argument("--points", type=int, default=len(TEXTS) * len(RATES), help="of the grid")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--paths", nargs="+", default=["python:stdlib"])
     args = parser.parse_args()
@@ -117,12 +118,12 @@ def main() -> None:
         for vocab_size, folder in data.items():
             tokenizer = TokenizerConfig(vocab_size=vocab_size)
             prepare(DataConfig(paths=tuple(args.paths), folder=folder, tokenizer=tokenizer, validation_fraction=0.02))
-        report(*compared(data, args.seconds, args.grid_seconds, args.seeds))
+        report(*compared(data, args.seconds, args.grid_seconds, args.points, args.seeds))
 
 
-def compared(data: dict[int, Path], seconds: float, grid_seconds: float | None, seeds: int) -> list[Row]:
+def compared(data: dict[int, Path], seconds: float, grid_seconds: float | None, points: int, seeds: int) -> list[Row]:
     grid: dict[Recipe, float] = {}
-    for (vocab_size, context), lr in product(TEXTS, RATES):
+    for (vocab_size, context), lr in list(product(TEXTS, RATES))[:points]:
         recipe = Recipe(vocab_size, context, lr, sized=False)
         grid[recipe] = bits_after(recipe, data[vocab_size], seconds if grid_seconds is None else grid_seconds, 0)[0]
         print(f"{recipe}: {grid[recipe]:.3f} bits per byte", flush=True)
