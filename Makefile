@@ -14,8 +14,8 @@ demo: $(VENV)/.plume
 tour: $(VENV)/.all
 	$(BIN)/python tour.py
 
-# two at a time, each on one core
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# three at a time on two cores, each with one thread: a test that waits leaves its core to another
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.all
 	$(PYTEST) -m "not slow"

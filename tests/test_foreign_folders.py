@@ -574,6 +574,7 @@ def test_chat_templates_are_found_and_kept(several, shared, tmp_path):
         assert read_chat_template(tmp_path / name) == default
 
 
+@pytest.mark.slow
 def test_untied_weights_are_exported(tmp_path):
     """ONNX is run and compared by the export itself; GGUF holds the output weights under llama.cpp's name."""
     import gguf

@@ -57,7 +57,7 @@ class TrainConfig(Checked):
     eps: float = option(1e-8, "AdamW epsilon")
     bias_correction: bool = option(True, "AdamW bias correction; BERT's code had none")
     weight_decay: float = option(0.1, "weight decay of matrices; biases and norms have none")
-    decay_embeddings: bool = option(True, "weight decay of token and position embeddings too")
+    decay_embeddings: bool = option(True, "weight decay of embeddings and output weights too")
     muon_momentum: float = option(0.95, "Muon momentum")
     muon_iterations: int = option(5, "Newton-Schulz iterations of Muon")
     muon_weight_decay: float | None = option(None, "weight decay of Muon; unset: weight_decay")
@@ -145,6 +145,9 @@ class ObjectiveConfig(Checked):
     length: int | None = option(None, "sequence length in tokens; unset: the model's context")
     short_lengths: tuple[int, ...] = option((), "sequence lengths of the first steps, in turn (BERT: 128)")
     short_fraction: float = option(0.9, "fraction of the steps that use short_lengths, in equal parts")
+    sampled_softmax: int | None = option(
+        None, "tokens drawn in each step to stand for the vocabulary, beside the step's own; unset: all tokens"
+    )
     document_mask: bool = option(False, "no attention across document boundaries")
     single_sentences: bool = option(False, "masked-next-sentence: pairs of one sentence each, not of longer segments")
     masking: MaskingConfig = option(MaskingConfig(), "masking of the masked objectives")
@@ -156,6 +159,8 @@ class ObjectiveConfig(Checked):
             yield f"short_lengths={self.short_lengths} must be at least 2 each, for example 64 and 128"
         if not 0.0 < self.short_fraction <= 1.0:
             yield f"short_fraction={self.short_fraction} must be above 0 and at most 1, for example 0.9"
+        if self.sampled_softmax is not None:
+            yield from not_positive(self, {"sampled_softmax": 512})
         if self.single_sentences and self.kind != "masked-next-sentence":
             yield f"single_sentences=true needs kind='masked-next-sentence'; it is {self.kind!r}"
         if self.document_mask and self.kind not in ("language-model", "masked"):
@@ -197,6 +202,10 @@ class PretrainConfig(Checked):
             yield f"objective.length={length} is longer than model.context={self.model.context}"
         if (longest := max(self.objective.short_lengths, default=0)) > length:
             yield f"objective.short_lengths has {longest}, which is longer than objective.length={length}"
+        if self.objective.sampled_softmax is not None and (
+            self.train.label_smoothing or self.train.tensor_parallel > 1
+        ):
+            yield "objective.sampled_softmax needs train.label_smoothing=0 and train.tensor_parallel=1"
         if self.model.recurrent and self.objective.document_mask:
             yield "objective.document_mask=true is for attention; a recurrent model needs false"
         kind, encoder_decoder = self.objective.kind, self.model.decoder_layers > 0

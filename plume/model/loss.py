@@ -1,6 +1,7 @@
 """Loss and likelihood of predicted tokens, computed in chunks so that the logits of a batch never exist together."""
 
 # B batch, T tokens, N positions with a target, A scored positions, D model width, V vocabulary, C positions in a chunk
+# or candidates
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ class ChunkedLoss(torch.autograd.Function):
         smoothing: float,
         rows: int,
         weights: Tensor | None,  # (N,), of each target's loss; None means 1
+        raised: Tensor | None,  # (N,), what is added to each target's own logit
     ) -> Tensor:
         wants = [ctx.needs_input_grad[i] for i in range(3)]
         words = table[:vocab_size].to(features.dtype)  # (V, D)
@@ -54,6 +56,8 @@ class ChunkedLoss(torch.autograd.Function):
             if weights is not None:
                 share = share * weights[start : start + rows]
             y = y.clamp(min=0)[:, None]
+            if raised is not None:
+                logits.scatter_add_(1, y, raised[start : start + rows, None])
             logp = logits.log_softmax(dim=1)  # (C, V)
             total += smoothed(logp, y, smoothing) @ share
             if not any(wants):
@@ -74,7 +78,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if g is None else g.mul_(upstream[0]) for g in ctx.gradients]
         ctx.gradients = None
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
 
 
 def smoothed(logp: Tensor, y: Tensor, smoothing: float) -> Tensor:
@@ -100,21 +104,56 @@ def token_loss(
     bias: Tensor | None = None,
     smoothing: float = 0.0,
     weights: Tensor | None = None,
+    raised: Tensor | None = None,
     chunk_numbers: int | None = None,
 ) -> Tensor:
     """The summed cross-entropy of (..., D) features against (...) targets, never holding all logits at once.
 
-    `weights` (...) are laid on each target's loss.
+    `weights` (...) are laid on each target's loss, `raised` (...) is added to its own logit.
     """
     if chunk_numbers is None:
         chunk_numbers = max(CHUNK_NUMBERS, min(CHUNK_ROWS * vocab_size, LARGEST_CHUNK))
     rows = max(1, chunk_numbers // vocab_size)
     flat = features.reshape(-1, features.shape[-1])
-    shares = None if weights is None else weights.reshape(-1)
+    of_targets = [None if numbers is None else numbers.reshape(-1) for numbers in (weights, raised)]
     total: Tensor = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        flat, table, bias, targets.reshape(-1), vocab_size, smoothing, rows, shares
+        flat, table, bias, targets.reshape(-1), vocab_size, smoothing, rows, *of_targets
     )
     return total
+
+
+class SampledSoftmax:
+    """In training, targets are compared with each other and with some tokens drawn at random, not with all tokens.
+
+    A candidate's logit is raised by the logarithm of how rarely it is one, so that sums over the candidates estimate
+    sums over the vocabulary, and the loss that of the whole softmax (Jean et al., 2015). A target is always one.
+    """
+
+    def __init__(self, shares: Tensor, drawn: int) -> None:
+        """`shares` (V,): how frequent each token is among the targets."""
+        self.shares, self.drawn = shares.double(), min(drawn, len(shares))
+
+    def candidates(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Candidate tokens (C,), what their logits are raised by (C,), and the targets' places among them (N,)."""
+        real = targets[targets != IGNORE]
+        shares = self.shares = self.shares.to(targets.device)
+        drawn = torch.randperm(len(shares), device=targets.device)[: self.drawn]
+        ids = torch.cat([real, drawn]).unique()
+        absent = (1 - shares[ids]) ** len(real) * (1 - self.drawn / len(shares))
+        places = torch.searchsorted(ids, targets.clamp(min=0)).where(targets != IGNORE, IGNORE)
+        return ids, -torch.log1p(-absent).float(), places
+
+    def loss(self, features: Tensor, table: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As token_loss, of (N, D) features against (N,) targets."""
+        ids, raised, places = self.candidates(targets)
+        return token_loss(
+            features,
+            F.embedding(ids, table),
+            places,
+            vocab_size=len(ids),
+            bias=raised if bias is None else bias[ids] + raised,
+            raised=-raised[places.clamp(min=0)],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from plume.data.shards import read_manifest
 from plume.data.sources import find_files
 from plume.data.tables import COMPRESSED, Tally
 from plume.model.heads import Model
-from plume.model.loss import token_loss
+from plume.model.loss import SampledSoftmax, token_loss
 from plume.train.optim import Optimizers
 from plume.util.devices import best_seconds, pick_device
 from plume.util.run_folder import is_run, read_recipe_of
@@ -29,7 +29,10 @@ TOKENS_PER_WEIGHT = 1.2  # of the blocks: with fewer a smaller model learns more
 REFERENCE_TOKENS = 4e6  # of the run that rates and batch were searched for
 REFERENCE_LR, REFERENCE_MUON_LR, REFERENCE_WIDTH = 6e-3, 0.03, 128
 PASSES = 8  # over a small text, at most
-BYTES_PER_TABLE_ROW = 1500  # a token should have been seen often enough to be learned
+BYTES_PER_TABLE_ROW = {True: 600, False: 1500}  # of a GPT, of a BERT: a token is to be seen often enough
+TABLE_ROWS = {True: 32, False: 8}  # for each layer and column of the blocks
+LARGEST_TABLE = 32768
+SAMPLED = 128  # tokens of a GPT's softmax beside those of the step: with them a large vocabulary costs little time
 BYTES_PER_TOKEN = 3.3
 UNKNOWN = 1 << 40  # bytes of a hub dataset, whose size is not known: it bounds nothing
 PACKED = 3  # bytes of text in a byte of a compressed file
@@ -54,7 +57,7 @@ def sized(config: PretrainConfig) -> tuple[PretrainConfig, str]:
     model: ModelConfig | None = None
     tokens = 0.0
     for layers, width in SHAPES:
-        trial = shaped(config, layers, width, size // BYTES_PER_TABLE_ROW, 256 + 2 * letters)
+        trial = shaped(config, layers, width, size // BYTES_PER_TABLE_ROW[config.model.causal], 256 + 2 * letters)
         seconds = step_seconds(trial, batch_for(trial, config.minutes), config)
         read = min(config.minutes * 60 / seconds * batch_for(trial, config.minutes) * trial.context, most)
         if model is not None and read < TOKENS_PER_WEIGHT * 12 * layers * width**2:
@@ -73,15 +76,17 @@ def sized(config: PretrainConfig) -> tuple[PretrainConfig, str]:
 
 
 def shaped(config: PretrainConfig, layers: int, width: int, most: int, least: int) -> ModelConfig:
-    """A token table two thirds as large as the blocks, within bounds that the text sets; the context is chosen later.
+    """A token table in proportion to the blocks, within bounds that the text sets; the context is chosen later.
 
-    A GPT has output weights of its own: they cost no time, and begin as the tokens that follow.
+    A GPT has output weights of its own: they cost no time, and begin as the tokens that follow. Since its softmax is
+    sampled, so are more tokens nearly free.
     """
     heads = width // (HEAD_WIDTH if width < 512 else 2 * HEAD_WIDTH)
     if config.prepared is not None:
         rows = read_manifest(config.prepared).vocab_size
     else:
-        rows = max(min(1 << round(math.log2(8 * layers * width)), most), least, 512) // 256 * 256
+        wanted = 1 << round(math.log2(TABLE_ROWS[config.model.causal] * layers * width))
+        rows = max(min(wanted, LARGEST_TABLE, most), least, 512) // 256 * 256
     tied = config.model.tie_embeddings and not config.model.causal
     return replace(
         config.model, layers=layers, width=width, heads=heads, context=128, vocab_size=rows, tie_embeddings=tied
@@ -103,6 +108,7 @@ def with_size(config: PretrainConfig, model: ModelConfig, batch: int, steps: int
         optimizer="muon",
         lr=REFERENCE_LR * longer * (REFERENCE_WIDTH / model.width) ** 0.5,
         muon_lr=REFERENCE_MUON_LR * longer,
+        decay_embeddings=False,  # it would shrink rare tokens, which few steps have a gradient of
         schedule="linear",
         final_lr_ratio=0.0,
         warmup_steps=min(100, max(1, steps // 50)),
@@ -110,7 +116,16 @@ def with_size(config: PretrainConfig, model: ModelConfig, batch: int, steps: int
     )
     tokenizer = replace(config.data.tokenizer, vocab_size=model.vocab_size)
     data = replace(config.data, tokenizer=tokenizer)
-    return replace(config, model=model, train=train, data=data, minutes=None, embedding_init="cooccurrence")
+    objective = replace(config.objective, sampled_softmax=SAMPLED) if model.causal else config.objective
+    return replace(
+        config,
+        model=model,
+        train=train,
+        data=data,
+        objective=objective,
+        minutes=None,
+        embedding_init="cooccurrence",
+    )
 
 
 def text_bytes(data: DataConfig) -> int:
@@ -147,12 +162,20 @@ def step_seconds(model: ModelConfig, batch: int, config: PretrainConfig) -> floa
         fuse(trial)
     optimizers = Optimizers(trial, TrainConfig(steps=1, optimizer="muon"))
     rows = min(batch, max(1, MICRO_TOKENS // model.context))
-    tokens = torch.randint(model.vocab_size, (rows, model.context), device=device)
+    shares = 1 / torch.arange(3.0, model.vocab_size + 3)  # as frequent as words are in a text
+    shares /= shares.sum()
+    tokens = torch.multinomial(shares, rows * model.context, replacement=True).view(rows, model.context).to(device)
     predicted = tokens if model.causal else tokens.masked_fill(torch.rand(tokens.shape, device=device) > 0.15, IGNORE)
+    targets = tokens[predicted != IGNORE]
+    sampled = SampledSoftmax(shares, SAMPLED)
 
     def gradients() -> None:
         hidden = trial.body(tokens)[predicted != IGNORE]
-        loss: Any = token_loss(hidden, trial.table, tokens[predicted != IGNORE], vocab_size=model.vocab_size)
+        loss: Any = (
+            sampled.loss(hidden, trial.table, targets)
+            if model.causal
+            else token_loss(hidden, trial.table, targets, vocab_size=model.vocab_size)
+        )
         (loss / tokens.numel()).backward()
         loss.item()  # waits for the device
 

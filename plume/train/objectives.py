@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from plume.config import ModelConfig, ObjectiveKind
 from plume.data.batches import IGNORE
 from plume.model.heads import Model, Pretraining
-from plume.model.loss import TensorBatch, token_features, token_loss
+from plume.model.loss import SampledSoftmax, TensorBatch, token_features, token_loss
 from plume.model.transformer import EncoderDecoder
 from plume.train.split_vocabulary import split_token_loss
 from plume.util.devices import best_seconds
@@ -23,9 +23,9 @@ from plume.util.devices import best_seconds
 class Tokens:
     """The loss of predicted tokens: the next one, the masked ones, or those of a translation."""
 
-    def __init__(self, smoothing: float = 0.0) -> None:
+    def __init__(self, smoothing: float = 0.0, sampled: SampledSoftmax | None = None) -> None:
         self.parts: Mapping[str, float] = {"loss": 1.0}
-        self.smoothing = smoothing
+        self.smoothing, self.sampled = smoothing, sampled
 
     def counts(self, batch: TensorBatch) -> Tensor:
         return torch.tensor([float((batch.targets != IGNORE).sum())])
@@ -49,6 +49,8 @@ class Tokens:
             real = (targets != IGNORE).nonzero()[:, 0]
             flat, targets = flat[real], targets[real]
         features, bias = token_features(model, flat)
+        if self.sampled is not None and model.training:
+            return self.sampled.loss(features, model.table, targets, bias)
         smoothing = self.smoothing if model.training else 0.0  # what is measured is the plain loss
         loss = split_token_loss if isinstance(model.table, DTensor) else token_loss
         return loss(features, model.table, targets, vocab_size=model.config.vocab_size, bias=bias, smoothing=smoothing)
@@ -57,8 +59,8 @@ class Tokens:
 class TokensAndNextSentence(Tokens):
     """BERT's: the mean over masked tokens plus the mean over pairs."""
 
-    def __init__(self, smoothing: float = 0.0) -> None:
-        super().__init__(smoothing)
+    def __init__(self, smoothing: float = 0.0, sampled: SampledSoftmax | None = None) -> None:
+        super().__init__(smoothing, sampled)
         self.parts = {"masked": 1.0, "next_sentence": 1.0, "next_sentence_accuracy": 0.0}
 
     def counts(self, batch: TensorBatch) -> Tensor:
@@ -82,8 +84,9 @@ HEAD_OF: dict[ObjectiveKind, str] = {
 }
 
 
-def objective_called(kind: ObjectiveKind, smoothing: float = 0.0) -> Tokens:
-    return TokensAndNextSentence(smoothing) if kind == "masked-next-sentence" else Tokens(smoothing)
+def objective_called(kind: ObjectiveKind, smoothing: float = 0.0, sampled: SampledSoftmax | None = None) -> Tokens:
+    made = TokensAndNextSentence if kind == "masked-next-sentence" else Tokens
+    return made(smoothing, sampled)
 
 
 def measure_step(model: ModelConfig, batch: int) -> float:

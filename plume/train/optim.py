@@ -193,7 +193,8 @@ def adamw(names: Mapping[Tensor, str], config: TrainConfig, lr_scale: Callable[[
     """AdamW: no decay on biases and norms, nor on embeddings unless asked."""
 
     def decays(p: Tensor) -> bool:
-        return p.ndim >= 2 and (config.decay_embeddings or ".embed." not in names[p])
+        table = ".embed." in names[p] or names[p].endswith(".output.weight")
+        return p.ndim >= 2 and (config.decay_embeddings or not table)
 
     alike: dict[tuple[float, float], list[Tensor]] = {}
     for p, name in names.items():

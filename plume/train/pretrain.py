@@ -45,16 +45,16 @@ from plume.data import (
 from plume.data.shards import read_manifest
 from plume.hf import gather_tensors, save_model, save_run_config
 from plume.model.heads import Model
-from plume.model.loss import TensorBatch
+from plume.model.loss import SampledSoftmax, TensorBatch
 from plume.text import Tokenizer, load_tokenizer
 from plume.train import samples
 from plume.train.budget import sized
-from plume.train.cooccurrence import CountedEmbeddings
+from plume.train.cooccurrence import CountedEmbeddings, counted_tokens
 from plume.train.distribute import Ranks, join, shared_precision
 from plume.train.first_weights import FirstWeights, StoredWeights, check_tokenizer, continued, deferred
 from plume.train.loop import Outcome, Task, Trainer
 from plume.train.microbatches import Batches
-from plume.train.objectives import HEAD_OF, objective_called
+from plume.train.objectives import HEAD_OF, Tokens, objective_called
 from plume.train.optim import batch_rows, rows_before, short_rows, whole
 from plume.train.training_log import clock
 from plume.util.devices import training_flops_per_token
@@ -172,8 +172,14 @@ def pretrain(config: PretrainConfig) -> RunResult:
             if config.embedding_init == "cooccurrence":
                 first = CountedEmbeddings(first, open_shards(data, "train"))
             task = replace(make_task(config, model, tokenizer, data), first_weights=first)
-        shares = token_shares(task.train, tokenizer.vocab_size)
-        task, unigram = replace(task, unigram_loss=entropy(shares, config.train.label_smoothing)), entropy(shares)
+        masked = config.objective.kind.startswith("masked")
+        shares = text_shares(open_shards(data), tokenizer) if masked else token_shares(task.train, tokenizer.vocab_size)
+        unigram = entropy(shares)
+        task = replace(
+            task,
+            unigram_loss=entropy(shares, config.train.label_smoothing),
+            objective=objective_of(config, torch.from_numpy(shares)),
+        )
         if ranks.main:
             save_run_config(config.folder, model, tokenizer, task.bytes_per_token)
         precision = shared_precision(ranks, config.train.precision)
@@ -372,7 +378,7 @@ def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: 
         )
     return Task(
         model=model,
-        objective=objective_called(config.objective.kind, config.train.label_smoothing),
+        objective=objective_of(config),
         train=TrainBatches(order, config.train),
         validation=validation,
         sample=sample,
@@ -383,6 +389,13 @@ def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: 
             (rows, length / whole_length(config)) for rows, length in short_rows(config.objective, config.train)
         ],
     )
+
+
+def objective_of(config: PretrainConfig, shares: Tensor | None = None) -> Tokens:
+    """The loss of a recipe; with the frequency of each token (V,) it may compare targets with a sample of them."""
+    drawn = config.objective.sampled_softmax
+    sampled = None if shares is None or drawn is None else SampledSoftmax(shares, drawn)
+    return objective_called(config.objective.kind, config.train.label_smoothing, sampled)
 
 
 def whole_length(config: PretrainConfig) -> int:
@@ -456,6 +469,17 @@ def token_shares(batches: Batches, vocab_size: int) -> npt.NDArray[np.float64]:
         counts += torch.bincount(targets[targets != IGNORE].flatten(), minlength=vocab_size)
         rows, step = rows + batches.rows(step), step + 1
     return (counts / counts.sum()).double().numpy()
+
+
+def text_shares(shards: Shards, tokenizer: Tokenizer) -> npt.NDArray[np.float64]:
+    """How frequent each token is in the text: of masked targets too, any token of which is as likely to be masked."""
+    total = sum(stream.weight for stream in shards.streams)
+    shares, special = np.zeros(tokenizer.vocab_size), list(tokenizer.special_ids.values())
+    for stream, tokens in zip(shards.streams, counted_tokens(shards), strict=True):
+        counts = np.bincount(tokens, minlength=tokenizer.vocab_size)
+        counts[special] = 0
+        shares += stream.weight / total * counts / max(1, counts.sum())
+    return shares / shares.sum()
 
 
 def entropy(shares: npt.NDArray[np.float64], smoothing: float = 0.0) -> float:

@@ -43,7 +43,7 @@ def test_gguf_gives_the_same_greedy_tokens(trained_folder, tokenizer, tmp_path, 
     assert agreed >= {"float32": COUNT, "int4": 1}.get(precision, 5)
 
 
-@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("cache", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_onnx_gives_the_same_greedy_tokens(trained_folder, tmp_path, trained, greedy, cache):
     onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime runs ONNX")
     pytest.importorskip("onnxscript", reason="torch writes ONNX with onnxscript")
@@ -113,23 +113,19 @@ def run_session(path, given):
 
 HEADS = [
     "BertForTokenClassification",
-    *(
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in (
-            "BertForSequenceClassification",
-            "BertForQuestionAnswering",
-            "BertForMaskedLM",
-            "BertForPreTraining",
-            "BertModel",
-            "RobertaForMultipleChoice",
-            "GPT2ForSequenceClassification",
-            "GPT2ForTokenClassification",
-            "MarianMTModel",
-        )
-    ),
+    "BertForSequenceClassification",
+    "BertForQuestionAnswering",
+    "BertForMaskedLM",
+    "BertForPreTraining",
+    "BertModel",
+    "RobertaForMultipleChoice",
+    "GPT2ForSequenceClassification",
+    "GPT2ForTokenClassification",
+    "MarianMTModel",
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_onnx_of_every_head_gives_what_transformers_gives(name, tmp_path):
     """One row is padded; what stands at the padding is not compared."""

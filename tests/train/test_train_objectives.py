@@ -13,7 +13,7 @@ from plume.config import PRESETS
 from plume.data import IGNORE
 from plume.hf import load_model, save_model
 from plume.model.heads import Model
-from plume.model.loss import TensorBatch, token_loss
+from plume.model.loss import SampledSoftmax, TensorBatch, token_loss
 from plume.train.objectives import objective_called
 
 
@@ -65,6 +65,50 @@ def test_logits_are_never_all_held(monkeypatch: pytest.MonkeyPatch) -> None:
     features, table = torch.randn(64, 8, requires_grad=True), torch.randn(100, 8, requires_grad=True)
     token_loss(features, table, torch.randint(0, 100, (64,)), vocab_size=100, chunk_numbers=1000)
     assert 0 < largest <= 1000
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_softmax_of_which_all_is_drawn_is_the_whole_one(with_bias: bool) -> None:
+    torch.manual_seed(0)
+    table = torch.randn(16, 8, dtype=torch.float64, requires_grad=True)  # three rows are padding
+    features = torch.randn(15, 8, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(13, dtype=torch.float64, requires_grad=True) if with_bias else None
+    targets = torch.randint(0, 13, (15,))
+    targets[4] = IGNORE
+    inputs = [t for t in (features, table, bias) if t is not None]
+    theirs = plain_loss(features, table[:13], targets, bias, 0.0)
+    ours = SampledSoftmax(torch.rand(13), 13).loss(features, table, targets, bias)
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    expected, found = (torch.autograd.grad(loss, inputs) for loss in (theirs, ours))
+    for mine, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_candidates_stand_for_the_vocabulary() -> None:
+    """The mean over many steps of what the candidates add up to is the sum over all tokens."""
+    torch.manual_seed(0)
+    shares = 1 / torch.arange(1.0, 201)
+    shares, logits = shares / shares.sum(), torch.randn(200)
+    sampled, sums, count = SampledSoftmax(shares, 10), list[float](), 0
+    for _ in range(3000):
+        targets = torch.multinomial(shares, 64, replacement=True)
+        ids, raised, places = sampled.candidates(targets)
+        assert torch.equal(ids[places], targets)
+        sums.append(float((logits[ids] + raised).exp().sum()))
+        count += len(ids)
+    mean, error = torch.tensor(sums).mean(), torch.tensor(sums).std() / len(sums) ** 0.5
+    assert abs(mean - logits.exp().sum()) < 4 * error and error < 0.01 * mean
+    assert count / 3000 < 60  # of 200
+
+
+def test_a_sampled_softmax_is_measured_by_the_whole_one(tmp_path: Path) -> None:
+    model = random_model(PRESETS["gpt2-char"])
+    vocab, tokens = model.config.vocab_size, torch.randint(0, 10, (2, 9))
+    batch = TensorBatch(tokens=tokens[:, :-1], targets=tokens[:, 1:])
+    plain = objective_called("language-model")
+    sampled = objective_called("language-model", sampled=SampledSoftmax(torch.ones(vocab) / vocab, 1))
+    assert torch.equal(sampled.totals(model.eval(), batch), plain.totals(model, batch))
+    assert not torch.equal(sampled.totals(model.train(), batch), plain.totals(model, batch))
 
 
 def test_language_model_loss_is_that_of_transformers(tmp_path: Path) -> None:

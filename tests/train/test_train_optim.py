@@ -1,6 +1,7 @@
 """Optimisers against written-out loops and the SVD; schedules against the papers' formulas."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,9 +45,10 @@ def test_adamw_is_the_written_out_loop(bias_correction: bool) -> None:
         torch.testing.assert_close(p.detach(), expected[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_embeddings_decay_only_when_asked() -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_decay_only_when_asked(tied: bool) -> None:
     for decay, shrinks in ((True, True), (False, False)):
-        model = random_model(FAMILIES["gpt2"])
+        model = random_model(replace(FAMILIES["gpt2"], tie_embeddings=tied))
         before = model.table.detach().clone()
         config = TrainConfig(steps=1, lr=0.1, weight_decay=0.5, decay_embeddings=decay)
         optimizers = Optimizers(model, config)

@@ -14,12 +14,12 @@ import torch
 from families import open_in_transformers
 
 from plume.cli.main import main
-from plume.config import PretrainConfig, UserError, build, read_recipe, with_overrides
-from plume.data import IGNORE
+from plume.config import DataConfig, PretrainConfig, TokenizerConfig, UserError, build, read_recipe, with_overrides
+from plume.data import IGNORE, open_shards, prepare
 from plume.hf import load_model
 from plume.model.heads import Model
 from plume.text import load_tokenizer
-from plume.train.pretrain import entropy, pretrain, validation_batches
+from plume.train.pretrain import entropy, pretrain, text_shares, validation_batches
 from plume.util.run_folder import differences_of, find_runs, plot_runs, read_metrics, read_run, to_toml, write_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -419,6 +419,42 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"was trained on other data .*--allow-changes to continue"):
         pretrain(prepared)
     assert pretrain(replace(prepared, allow_changes=True)).outcome.step == 3
+
+
+def test_a_sampled_softmax_learns_as_the_whole_one(tmp_path: Path) -> None:
+    """The loss it reports is near the one that is measured with all tokens, and the same when it is run again."""
+    few = {"objective.sampled_softmax": "16", "data.tokenizer.vocab_size": "600"}
+    results = [
+        pretrain(small("gpt2-laptop", tmp_path, **given, folder=str(tmp_path / name)))
+        for name, given in {"whole": {"data.tokenizer.vocab_size": "600"}, "few": few, "again": few}.items()
+    ]
+    whole, sampled, again = (result.outcome for result in results)
+    assert sampled.loss == again.loss and sampled.validation == again.validation
+    assert whole.validation and sampled.validation and sampled.validation < whole.validation + 0.1
+    assert abs(sampled.loss - sampled.validation) < 0.3
+
+
+def test_frequencies_of_masked_targets_are_those_of_the_text(tmp_path: Path) -> None:
+    """Of two sources in the proportion in which they are read; counted here word for word."""
+    few, many = tmp_path / "few.txt", tmp_path / "many.txt"
+    few.write_text("aa bb\n" * 30, encoding="utf-8")
+    many.write_text("bb cc cc cc\n" * 300, encoding="utf-8")
+    data = DataConfig(
+        paths=(str(few), str(many)),
+        weights=(3.0, 1.0),
+        folder=tmp_path / "data",
+        documents="line",
+        workers=1,
+        validation_fraction=0.0,
+        tokenizer=TokenizerConfig(kind="wordpiece", vocab_size=100),
+    )
+    prepare(data)
+    folder = data.folder
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    shares = text_shares(open_shards(folder), tokenizer)
+    by_word = {word: float(shares[tokenizer.encode(word)[0]]) for word in ("aa", "bb", "cc")}
+    assert by_word == pytest.approx({"aa": 0.75 / 2, "bb": 0.75 / 2 + 0.25 / 4, "cc": 0.25 * 3 / 4})
+    assert shares.sum() == pytest.approx(1)
 
 
 def test_the_masked_loss_stands_beside_the_unigram_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
