@@ -106,5 +106,7 @@ def model_bits(folder: Path, data: Path, tokenizer: Tokenizer) -> float:
         for row, start in enumerate(group):
             known = starts[first + row - 1] + context if start else 0  # the last token that was predicted before
             targets[row, : known - start] = IGNORE
-        total += float(token_loss(model.body(windows[:, :-1]), model.table, targets, vocab_size=vocab_size))
+        new = targets != IGNORE  # only these meet the vocabulary
+        features = model.body(windows[:, :-1])[new]
+        total += float(token_loss(features, model.table, targets[new], vocab_size=vocab_size))
     return total / math.log(2) / len(text_bytes(tokenizer, tokens[1:]))
