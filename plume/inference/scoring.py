@@ -95,7 +95,7 @@ class EngineScorer:
             parts = []
             for at in range(first, len(window), ROWS_AT_ONCE):
                 until = min(at + ROWS_AT_ONCE, len(window))
-                logits = self.logits_for(window[: until - 1], until - at)[:, : self.tokenizer.vocab_size]
+                logits = self.logits_for(window[: until - 1], until - at)
                 parts.append(score_rows(logits, window[at:until]))
             yield number, joined(parts)
 

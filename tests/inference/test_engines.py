@@ -1,5 +1,6 @@
 """Both engines against the plain model, and the CPU engine's promises: exact, independent of company, packed once."""
 
+import itertools
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -412,6 +414,40 @@ def test_engines_take_turns(random_model, monkeypatch):
     wait_until(lambda: engines[0]._sleeping == 1)
     for engine in engines:
         engine.close()
+
+
+class Sleeper:
+    """Stands for an engine whose steps take two milliseconds."""
+
+    def __init__(self):
+        self.rests = 0
+
+    def rest(self):
+        self.rests += 1
+
+
+def test_an_engine_keeps_its_turn_for_some_steps():
+    """To wake another one's threads at every step cost a quarter of the rate of two models; none starves."""
+    turns, steps, computing = cpu_engine.Turns(), list[Sleeper](), list[Sleeper]()
+    engines = Sleeper(), Sleeper()
+
+    def work(engine):
+        end = time.monotonic() + 0.6
+        while time.monotonic() < end:
+            with turns.of(engine):
+                computing.append(engine)
+                assert len(computing) == 1
+                time.sleep(0.002)
+                steps.append(computing.pop())
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, engines))
+    switches = sum(one is not other for one, other in itertools.pairwise(steps))
+    assert 2 < switches < len(steps) / 3 and abs(engines[0].rests + engines[1].rests - switches) <= 1
+    assert all(steps.count(engine) > len(steps) / 4 for engine in engines)
+    began = time.monotonic()
+    with turns.of(engines[0] if steps[-1] is engines[1] else engines[1]):
+        assert time.monotonic() - began < 0.5  # the other one does not come back, and is not waited for
 
 
 def test_packed_weights_follow_the_files_they_come_from(random_model, tokenizer, tmp_path):

@@ -179,8 +179,11 @@ def test_a_score_after_given_text(lm):
     assert [t.text for t in lm.score("llo", given="he").tokens] == ["ll", "o"]  # one token together, none is left over
 
 
-def test_every_scorer_gives_one_perplexity(lm):
-    """LM, the batched scorer of evaluation, explanation, and a loop written out; also past the context."""
+@pytest.mark.parametrize("longer", [0, 30])
+def test_every_scorer_gives_one_perplexity(open_lm, tokenizer, longer):
+    """LM, the batched scorer of evaluation, explanation, and a loop written out; also past the context, and where the
+    model's table is longer than its tokenizer: all rows are in the sum, as in transformers."""
+    lm = open_lm(vocab_size=tokenizer.vocab_size + longer)
     text = "the quick brown fox jumps over the lazy dog"
     tokens = [lm.tokenizer.start, *lm.encode(text)]
     with torch.inference_mode():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
 from plume.config import CachePrecision, UserError
-from plume.inference.batcher import FairLock
 from plume.inference.cpu import forward, pack
 from plume.inference.cpu.forward import MANY
 from plume.inference.cpu.lanes import announced_compilation, link
@@ -20,27 +21,57 @@ from plume.inference.engine import Feed, Logits
 from plume.util.devices import default_threads
 
 PATIENCE = 200_000  # rounds that a helper waits for the next step before it sleeps: a few milliseconds
+TURN, SOON = 0.03, 0.001  # seconds that an engine keeps its turn while another waits; and without a step in between
 ODD = 16 * 4  # bytes by which rows are longer, so that they do not fall on the same cache lines
 
 
 class Turns:
-    """One engine computes at a time in a process, and only its threads are awake: models never compete for cores."""
+    """One engine computes at a time in a process, and only its threads are awake: models never compete for cores.
+
+    To wake threads takes a part of a step's time, so an engine whose next step comes soon keeps its turn for a while.
+    """
 
     def __init__(self) -> None:
-        self.lock = FairLock()
-        self.last: CpuEngine | None = None
+        self._changed = threading.Condition()
+        self._queue = deque[object]()  # those that wait, in the order in which they asked
+        self._last: CpuEngine | None = None
+        self._computes = False
+        self._began = self._left = 0.0  # of the turn and of its latest step's end
 
     @contextmanager
     def of(self, engine: CpuEngine) -> Iterator[None]:
-        with self.lock:
-            if self.last is not engine and self.last is not None:
-                self.last.rest()
-            self.last = engine
+        asked = object()
+        with self._changed:
+            self._queue.append(asked)
+            try:
+                while not self._may(engine, asked):
+                    self._changed.wait(SOON)
+            finally:
+                self._queue.remove(asked)
+            if self._last is not engine:
+                if self._last is not None:
+                    self._last.rest()
+                self._last, self._began = engine, time.monotonic()
+            self._computes = True
+        try:
             yield
+        finally:
+            with self._changed:
+                self._computes, self._left = False, time.monotonic()
+                if self._queue and self._left - self._began > TURN:  # others look by themselves before
+                    self._changed.notify_all()
+
+    def _may(self, engine: CpuEngine, asked: object) -> bool:
+        now = time.monotonic()
+        if self._computes:
+            return False
+        if now - self._began > TURN or self._last is None:
+            return self._queue[0] is asked
+        return self._last is engine or now - self._left > SOON
 
     def leave(self, engine: CpuEngine) -> None:
-        with self.lock:
-            self.last = None if self.last is engine else self.last
+        with self._changed:
+            self._last = None if self._last is engine else self._last
 
 
 TURNS = Turns()

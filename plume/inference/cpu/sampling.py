@@ -180,9 +180,8 @@ def nearest_keys(work: Work, keys: Any, n: int, widest: Any, highest: Any, scale
         if grouped and highest / scale - tops[g] / scale > widest:
             continue
         for i in range(g * GROUPED, min(n, (g + 1) * GROUPED)):
-            if keys[i] <= widest:
-                near[found], near_keys[found] = i, keys[i]
-                found += 1
+            near[found], near_keys[found] = i, keys[i]  # overwritten by the next one unless it is near
+            found += np.int64(keys[i] <= widest)
     return found
 
 
@@ -207,9 +206,8 @@ def bucket_of_target(work: Work, n: int, target: float, rule: int, masses: Any) 
         last += 1
     found = 0
     for i in range(n):
-        if buckets[i] == last:
-            near[found], keys[found] = near[i], keys[i]
-            found += 1
+        near[found], keys[found] = near[i], keys[i]
+        found += np.int64(buckets[i] == last)
     return found, total
 
 
@@ -411,8 +409,11 @@ def note_top(request: Any, logits: Any, work: Work, k: int) -> None:
 @compiled
 def log_sum_exp(scores: Any, n: int, highest: Any) -> float:
     total = 0.0
-    for i in range(n):
-        total += exp(scores[i] - highest)
+    for start in range(0, n, BLOCK):  # so few that single precision adds them exactly enough
+        part = np.float32(0)
+        for i in range(start, min(n, start + BLOCK)):
+            part += exp(scores[i] - highest)
+        total += part
     return float(highest) + math.log(total)
 
 
