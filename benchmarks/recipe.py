@@ -23,13 +23,14 @@ from plume.config import PRESETS, DataConfig, TokenizerConfig, TrainConfig
 from plume.data import PackedWindows, open_shards, prepare
 from plume.hf import save_model
 from plume.model.heads import Model
-from plume.model.loss import TensorBatch, token_loss
+from plume.model.loss import SampledSoftmax, TensorBatch, token_loss
 from plume.text import load_tokenizer
-from plume.train.budget import REFERENCE_LR, REFERENCE_MUON_LR
+from plume.train.budget import REFERENCE_LR, REFERENCE_MUON_LR, SAMPLED
 from plume.train.cooccurrence import counted_tokens, embeddings
 from plume.train.fused import fuse
 from plume.train.held_out import model_bits
 from plume.train.optim import Optimizers, rate
+from plume.train.pretrain import text_shares
 
 LAYERS, WIDTH, HEADS, STEP_TOKENS = 4, 128, 4, 2048
 TRIAL_STEPS = 12  # that say how many fit into the time; the first two are not counted
@@ -56,7 +57,7 @@ class Recipe:
         )  # fmt: skip
 
 
-OURS = Recipe(4096, 64, REFERENCE_LR, sized=True)
+OURS = Recipe(16384, 64, REFERENCE_LR[True], sized=True)
 
 
 def first_model(recipe: Recipe, data: Path, seed: int) -> Model:
@@ -80,12 +81,20 @@ def train(recipe: Recipe, data: Path, steps: int, seed: int) -> tuple[Model, lis
     marks = [time.process_time()]
     model, config = first_model(recipe, data, seed), recipe.train_config(steps)
     optimizers = Optimizers(model, config)
-    rows = PackedWindows(open_shards(data), recipe.context, seed=seed)
+    shards = open_shards(data)
+    rows = PackedWindows(shards, recipe.context, seed=seed)
+    shares = text_shares(shards, load_tokenizer(data / "tokenizer"), with_special=True)
+    sampled = SampledSoftmax(torch.from_numpy(shares), SAMPLED)
     for step in range(steps):
         marks.append(time.process_time())
         batch = TensorBatch.of(rows.batch(step, STEP_TOKENS // recipe.context))
         optimizers.zero_grad()
-        loss = token_loss(model.body(batch.tokens), model.table, batch.targets, vocab_size=recipe.vocab_size)
+        hidden = model.body(batch.tokens).flatten(0, 1)
+        loss = (
+            sampled.loss(hidden, model.table, batch.targets.flatten())
+            if recipe.sized
+            else token_loss(hidden, model.table, batch.targets.flatten(), vocab_size=recipe.vocab_size)
+        )
         (loss / batch.targets.numel()).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizers.step(rate(step, config))
@@ -114,7 +123,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place:
-        data = {vocab_size: Path(place) / str(vocab_size) for vocab_size, _ in TEXTS}
+        data = {vocab_size: Path(place) / str(vocab_size) for vocab_size, _ in (*TEXTS, (OURS.vocab_size, 0))}
         for vocab_size, folder in data.items():
             tokenizer = TokenizerConfig(vocab_size=vocab_size)
             prepare(DataConfig(paths=tuple(args.paths), folder=folder, tokenizer=tokenizer, validation_fraction=0.02))

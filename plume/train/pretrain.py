@@ -21,6 +21,7 @@ from plume.config import (
     DistillConfig,
     FinetuneConfig,
     ObjectiveConfig,
+    ObjectiveKind,
     PretrainConfig,
     TrainConfig,
     UserError,
@@ -172,8 +173,7 @@ def pretrain(config: PretrainConfig) -> RunResult:
             if config.embedding_init == "cooccurrence":
                 first = CountedEmbeddings(first, open_shards(data, "train"))
             task = replace(make_task(config, model, tokenizer, data), first_weights=first)
-        masked = config.objective.kind.startswith("masked")
-        shares = text_shares(open_shards(data), tokenizer) if masked else token_shares(task.train, tokenizer.vocab_size)
+        shares = target_shares(config.objective.kind, data, task.train, tokenizer)
         unigram = entropy(shares)
         task = replace(
             task,
@@ -471,13 +471,21 @@ def token_shares(batches: Batches, vocab_size: int) -> npt.NDArray[np.float64]:
     return (counts / counts.sum()).double().numpy()
 
 
-def text_shares(shards: Shards, tokenizer: Tokenizer) -> npt.NDArray[np.float64]:
-    """How frequent each token is in the text: of masked targets too, any token of which is as likely to be masked."""
+def target_shares(kind: ObjectiveKind, data: Path, batches: Batches, tokenizer: Tokenizer) -> npt.NDArray[np.float64]:
+    """How frequent each token is among the targets: as in the text, unless some of it is only read."""
+    if read_manifest(data).pairs or kind == "sequence-to-sequence":
+        return token_shares(batches, tokenizer.vocab_size)
+    return text_shares(open_shards(data), tokenizer, with_special=not kind.startswith("masked"))
+
+
+def text_shares(shards: Shards, tokenizer: Tokenizer, *, with_special: bool) -> npt.NDArray[np.float64]:
+    """How frequent each token is in the text, of several sources in the proportion in which they are read."""
     total = sum(stream.weight for stream in shards.streams)
     shares, special = np.zeros(tokenizer.vocab_size), list(tokenizer.special_ids.values())
     for stream, tokens in zip(shards.streams, counted_tokens(shards), strict=True):
         counts = np.bincount(tokens, minlength=tokenizer.vocab_size)
-        counts[special] = 0
+        if not with_special:
+            counts[special] = 0
         shares += stream.weight / total * counts / max(1, counts.sum())
     return shares / shares.sum()
 
