@@ -67,7 +67,7 @@ $(VENV)/.bench: $(VENV)/.all
 	touch $@
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv --upgrade-deps $(VENV) # an old pip takes a quarter of an hour to install all of this
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
