@@ -66,8 +66,9 @@ $(VENV)/.bench: $(VENV)/.all
 	$(PIP) install -c requirements.lock -e ".[$(EXTRAS),bench]"
 	touch $@
 
+# with the newest pip: that of Debian 12 takes a quarter of an hour to install all of this
 $(BIN)/python:
-	$(PYTHON) -m venv --upgrade-deps $(VENV) # an old pip takes a quarter of an hour to install all of this
+	$(PYTHON) -m venv --upgrade-deps $(VENV)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
