@@ -138,7 +138,7 @@ class SampledSoftmax:
         real = targets[targets != IGNORE]
         shares = self.shares = self.shares.to(targets.device)
         drawn = torch.randperm(len(shares), device=targets.device)[: self.drawn]
-        ids = torch.cat([real, drawn]).unique()
+        ids = torch.unique(torch.cat([real, drawn]))
         absent = (1 - shares[ids]) ** len(real) * (1 - self.drawn / len(shares))
         places = torch.searchsorted(ids, targets.clamp(min=0)).where(targets != IGNORE, IGNORE)
         return ids, -torch.log1p(-absent).float(), places

@@ -181,7 +181,7 @@ def nearest_keys(work: Work, keys: Any, n: int, widest: Any, highest: Any, scale
             continue
         for i in range(g * GROUPED, min(n, (g + 1) * GROUPED)):
             near[found], near_keys[found] = i, keys[i]  # overwritten by the next one unless it is near
-            found += np.int64(keys[i] <= widest)
+            found += int(keys[i] <= widest)
     return found
 
 
@@ -207,7 +207,7 @@ def bucket_of_target(work: Work, n: int, target: float, rule: int, masses: Any) 
     found = 0
     for i in range(n):
         near[found], keys[found] = near[i], keys[i]
-        found += np.int64(buckets[i] == last)
+        found += int(buckets[i] == last)
     return found, total
 
 
@@ -413,7 +413,7 @@ def log_sum_exp(scores: Any, n: int, highest: Any) -> float:
         part = np.float32(0)
         for i in range(start, min(n, start + BLOCK)):
             part += exp(scores[i] - highest)
-        total += part
+        total += float(part)
     return float(highest) + math.log(total)
 
 
