@@ -19,6 +19,7 @@ import pytest
 import readme
 import release_notes
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -225,3 +226,13 @@ def test_the_first_screen_of_the_readme_is_true(installed):
         else:
             assert command == f"pip install {PROJECT['name']}"
     assert seen == ["pip", *["plume"] * 4, "make", "make"]
+
+
+def test_every_pin_installs_on_the_oldest_python():
+    """Debian 12 has 3.11.2. One pin that needed 3.11.5 kept pip searching for other versions without an end."""
+    needed = {}
+    for name in LOCKED:
+        with contextlib.suppress(metadata.PackageNotFoundError):  # such as the peers of the benchmarks
+            needed[name] = metadata.metadata(name)["Requires-Python"]
+    assert len(needed) > 100
+    assert not {name: python for name, python in needed.items() if python and "3.11.0" not in SpecifierSet(python)}
