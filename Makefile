@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --quiet
 EXTRAS := dev,eval,gpt1,cluster,track
 
 .PHONY: demo tour test test-slow test-again coverage lint types site bench clean
