@@ -34,7 +34,7 @@ NAMES = {
     "bigram": "the token before (bigram)",
     "xz": "xz, after the training text",
 }
-PYTHON_PROMPTS = ("def read(", "class", "import")  # a trailing space would stand for a token that never comes alone
+PYTHON_PROMPTS = ("def read(", "class Reader(", "import os\nimport")  # no space behind: it is a part of the next token
 
 
 def demo(config: DemoConfig) -> RunResult:

@@ -146,7 +146,7 @@ class ObjectiveConfig(Checked):
     short_lengths: tuple[int, ...] = option((), "sequence lengths of the first steps, in turn (BERT: 128)")
     short_fraction: float = option(0.9, "fraction of the steps that use short_lengths, in equal parts")
     sampled_softmax: int | None = option(
-        None, "tokens drawn in each step to stand for the vocabulary, beside the step's own; unset: all tokens"
+        None, "tokens drawn per step to stand for the vocabulary in the softmax; unset: all"
     )
     document_mask: bool = option(False, "no attention across document boundaries")
     single_sentences: bool = option(False, "masked-next-sentence: pairs of one sentence each, not of longer segments")

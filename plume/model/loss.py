@@ -53,8 +53,7 @@ class ChunkedLoss(torch.autograd.Function):
             x, y = features[start : start + rows], targets[start : start + rows]  # (C, D), (C,)
             logits = F.linear(x, words, None if bias is None else bias.to(x.dtype)).float()  # (C, V)
             share = (y != IGNORE).to(logits.dtype)  # (C,), 0 where there is no target
-            if weights is not None:
-                share = share * weights[start : start + rows]
+            share = share if weights is None else share * weights[start : start + rows]
             y = y.clamp(min=0)[:, None]
             if raised is not None:
                 logits.scatter_add_(1, y, raised[start : start + rows, None])
@@ -65,8 +64,7 @@ class ChunkedLoss(torch.autograd.Function):
             gradient = slope(logp, y, smoothing)
             if grad_bias is not None:
                 grad_bias += share @ gradient
-            gradient = gradient.to(x.dtype)
-            share = share.to(x.dtype)[:, None]  # applied below, where rows are D long and not V
+            gradient, share = gradient.to(x.dtype), share.to(x.dtype)[:, None]  # laid on rows of D below, not of V
             if grad_features is not None:
                 grad_features[start : start + rows] = (gradient @ words) * share
             if grad_table is not None:

@@ -173,13 +173,7 @@ def pretrain(config: PretrainConfig) -> RunResult:
             if config.embedding_init == "cooccurrence":
                 first = CountedEmbeddings(first, open_shards(data, "train"))
             task = replace(make_task(config, model, tokenizer, data), first_weights=first)
-        shares = target_shares(config.objective.kind, data, task.train, tokenizer)
-        unigram = entropy(shares)
-        task = replace(
-            task,
-            unigram_loss=entropy(shares, config.train.label_smoothing),
-            objective=objective_of(config, torch.from_numpy(shares)),
-        )
+        task, unigram = with_frequencies(task, config, data, tokenizer)
         if ranks.main:
             save_run_config(config.folder, model, tokenizer, task.bytes_per_token)
         precision = shared_precision(ranks, config.train.precision)
@@ -469,6 +463,13 @@ def token_shares(batches: Batches, vocab_size: int) -> npt.NDArray[np.float64]:
         counts += torch.bincount(targets[targets != IGNORE].flatten(), minlength=vocab_size)
         rows, step = rows + batches.rows(step), step + 1
     return (counts / counts.sum()).double().numpy()
+
+
+def with_frequencies(task: Task, config: PretrainConfig, data: Path, tokenizer: Tokenizer) -> tuple[Task, float]:
+    """The task with what follows from how frequent its targets are, and the loss of answering with that alone."""
+    shares = target_shares(config.objective.kind, data, task.train, tokenizer)
+    objective, smoothing = objective_of(config, torch.from_numpy(shares)), config.train.label_smoothing
+    return replace(task, objective=objective, unigram_loss=entropy(shares, smoothing)), entropy(shares)
 
 
 def target_shares(kind: ObjectiveKind, data: Path, batches: Batches, tokenizer: Tokenizer) -> npt.NDArray[np.float64]:
