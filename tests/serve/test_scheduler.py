@@ -517,7 +517,9 @@ def test_long_lists_are_worked_on_in_turn(scheduler, monkeypatch):
     def work(name):
         both_begun.wait(PATIENCE)
         pause()
-        log.extend((name, item) for item in unhurried(range(200)))
+        for item in unhurried(range(200)):
+            log.append((name, item))
+            time.sleep(5e-4)  # long enough altogether for the other one to come back from its pause
 
     scheduler.queue = 20
     both = [Read(scheduler, lambda name=name: work(name)) for name in "ab"]
