@@ -40,7 +40,7 @@ PACKED = 3  # bytes of text in a byte of a compressed file
 LETTERS_READ = 4_000_000  # characters of the text in which letters are counted
 LETTER_SEEN = 10  # times, and a letter of several bytes is to be one token
 MICRO_TOKENS = 2048  # of a measured step
-OVERHEAD = 1.08  # validation, logging, checkpoints, reading
+OVERHEAD = 1.2  # validation, logging, checkpoints, reading; and steps that are slower than the fastest few
 
 
 def sized(config: PretrainConfig) -> tuple[PretrainConfig, str]:
