@@ -66,7 +66,7 @@ $(VENV)/.bench: $(VENV)/.all
 	$(PIP) install -c requirements.lock -e ".[$(EXTRAS),bench]"
 	touch $@
 
-# with the newest pip: that of Debian 12 takes a quarter of an hour to install all of this
+# with the newest pip, whatever the system has
 $(BIN)/python:
 	$(PYTHON) -m venv --upgrade-deps $(VENV)
 

@@ -25,7 +25,7 @@ from plume.hf import save_model
 from plume.model.heads import Model
 from plume.model.loss import SampledSoftmax, TensorBatch, token_loss
 from plume.text import load_tokenizer
-from plume.train.budget import REFERENCE_LR, REFERENCE_MUON_LR, SAMPLED
+from plume.train.budget import GPT, REFERENCE_MUON_LR
 from plume.train.cooccurrence import counted_tokens, embeddings
 from plume.train.fused import fuse
 from plume.train.held_out import model_bits
@@ -57,7 +57,7 @@ class Recipe:
         )  # fmt: skip
 
 
-OURS = Recipe(16384, 64, REFERENCE_LR[True], sized=True)
+OURS = Recipe(16384, 64, GPT.lr, sized=True)
 
 
 def first_model(recipe: Recipe, data: Path, seed: int) -> Model:
@@ -84,7 +84,7 @@ def train(recipe: Recipe, data: Path, steps: int, seed: int) -> tuple[Model, lis
     shards = open_shards(data)
     rows = PackedWindows(shards, recipe.context, seed=seed)
     shares = text_shares(shards, load_tokenizer(data / "tokenizer"), with_special=True)
-    sampled = SampledSoftmax(torch.from_numpy(shares), SAMPLED)
+    sampled = SampledSoftmax(torch.from_numpy(shares), GPT.sampled or len(shares))
     for step in range(steps):
         marks.append(time.process_time())
         batch = TensorBatch.of(rows.batch(step, STEP_TOKENS // recipe.context))

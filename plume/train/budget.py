@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,13 +27,9 @@ HEAD_WIDTH = 32  # of narrow models; GPT-2's 64 from a width of 512 on
 CONTEXTS = {3e6: 64, 12e6: 128, math.inf: 256}  # by the most tokens to be read: every position is to be seen often
 TOKENS_PER_WEIGHT = 1.2  # of the blocks: with fewer a smaller model learns more in the same time
 REFERENCE_TOKENS = 4e6  # of the run that rates and batch were searched for
-REFERENCE_LR = {True: 1e-2, False: 6e-3}  # of a GPT with a sampled softmax, of a BERT
 REFERENCE_MUON_LR, REFERENCE_WIDTH = 0.03, 128
 PASSES = 8  # over a small text, at most
-BYTES_PER_TABLE_ROW = {True: 600, False: 1500}  # of a GPT, of a BERT: a token is to be seen often enough
-TABLE_ROWS = {True: 32, False: 8}  # for each layer and column of the blocks
 LARGEST_TABLE = 32768
-SAMPLED = 128  # tokens of a GPT's softmax beside those of the step: with them a large vocabulary costs little time
 BYTES_PER_TOKEN = 3.3
 UNKNOWN = 1 << 40  # bytes of a hub dataset, whose size is not known: it bounds nothing
 PACKED = 3  # bytes of text in a byte of a compressed file
@@ -41,6 +37,22 @@ LETTERS_READ = 4_000_000  # characters of the text in which letters are counted
 LETTER_SEEN = 10  # times, and a letter of several bytes is to be one token
 MICRO_TOKENS = 2048  # of a measured step
 OVERHEAD = 1.2  # validation, logging, checkpoints, reading; and steps that are slower than the fastest few
+
+
+class Rules(NamedTuple):
+    """What differs between a GPT and a BERT."""
+
+    lr: float  # of the run that rates were searched for
+    rows: int  # of the token table, for each layer and column of the blocks
+    bytes_per_row: int  # of the text: a token is to be seen often enough
+    sampled: int | None  # tokens drawn for the softmax: with them a large vocabulary costs little time
+
+
+GPT, BERT = Rules(1e-2, 32, 600, 128), Rules(6e-3, 8, 1500, None)
+
+
+def rules(model: ModelConfig) -> Rules:
+    return GPT if model.causal else BERT
 
 
 def sized(config: PretrainConfig) -> tuple[PretrainConfig, str]:
@@ -58,7 +70,7 @@ def sized(config: PretrainConfig) -> tuple[PretrainConfig, str]:
     model: ModelConfig | None = None
     tokens = 0.0
     for layers, width in SHAPES:
-        trial = shaped(config, layers, width, size // BYTES_PER_TABLE_ROW[config.model.causal], 256 + 2 * letters)
+        trial = shaped(config, layers, width, size // rules(config.model).bytes_per_row, 256 + 2 * letters)
         seconds = step_seconds(trial, batch_for(trial, config.minutes), config)
         read = min(config.minutes * 60 / seconds * batch_for(trial, config.minutes) * trial.context, most)
         if model is not None and read < TOKENS_PER_WEIGHT * 12 * layers * width**2:
@@ -86,7 +98,7 @@ def shaped(config: PretrainConfig, layers: int, width: int, most: int, least: in
     if config.prepared is not None:
         rows = read_manifest(config.prepared).vocab_size
     else:
-        wanted = 1 << round(math.log2(TABLE_ROWS[config.model.causal] * layers * width))
+        wanted = 1 << round(math.log2(rules(config.model).rows * layers * width))
         rows = max(min(wanted, LARGEST_TABLE, most), least, 512) // 256 * 256
     tied = config.model.tie_embeddings and not config.model.causal
     return replace(
@@ -107,7 +119,7 @@ def with_size(config: PretrainConfig, model: ModelConfig, batch: int, steps: int
         steps=steps,
         batch=batch,
         optimizer="muon",
-        lr=REFERENCE_LR[model.causal] * longer * (REFERENCE_WIDTH / model.width) ** 0.5,
+        lr=rules(model).lr * longer * (REFERENCE_WIDTH / model.width) ** 0.5,
         muon_lr=REFERENCE_MUON_LR * longer,
         decay_embeddings=False,  # it would shrink rare tokens, which few steps have a gradient of
         schedule="linear",
@@ -117,16 +129,22 @@ def with_size(config: PretrainConfig, model: ModelConfig, batch: int, steps: int
     )
     tokenizer = replace(config.data.tokenizer, vocab_size=model.vocab_size)
     data = replace(config.data, tokenizer=tokenizer)
-    objective = replace(config.objective, sampled_softmax=SAMPLED) if model.causal else config.objective
     return replace(
         config,
         model=model,
         train=train,
         data=data,
-        objective=objective,
+        objective=replace(config.objective, sampled_softmax=drawn(config)),
         minutes=None,
         embedding_init="cooccurrence",
     )
+
+
+def drawn(config: PretrainConfig) -> int | None:
+    """Tokens drawn for the softmax: as the recipe says, else by the rules, but all where the loss is smoothed."""
+    if config.objective.sampled_softmax is not None or config.train.label_smoothing:
+        return config.objective.sampled_softmax
+    return rules(config.model).sampled
 
 
 def text_bytes(data: DataConfig) -> int:
@@ -167,14 +185,14 @@ def step_seconds(model: ModelConfig, batch: int, config: PretrainConfig) -> floa
     shares /= shares.sum()
     tokens = torch.multinomial(shares, rows * model.context, replacement=True).view(rows, model.context).to(device)
     predicted = tokens if model.causal else tokens.masked_fill(torch.rand(tokens.shape, device=device) > 0.15, IGNORE)
-    targets = tokens[predicted != IGNORE]
-    sampled = SampledSoftmax(shares, SAMPLED)
+    targets, candidates = tokens[predicted != IGNORE], drawn(config)
+    sampled = None if candidates is None else SampledSoftmax(shares, candidates)
 
     def gradients() -> None:
         hidden = trial.body(tokens)[predicted != IGNORE]
         loss: Any = (
             sampled.loss(hidden, trial.table, targets)
-            if model.causal
+            if sampled is not None
             else token_loss(hidden, trial.table, targets, vocab_size=model.vocab_size)
         )
         (loss / tokens.numel()).backward()

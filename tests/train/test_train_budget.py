@@ -68,6 +68,15 @@ def test_a_small_text_bounds_vocabulary_and_passes(text: Path, monkeypatch: pyte
     assert read == pytest.approx(budget.PASSES * text.stat().st_size / budget.BYTES_PER_TOKEN, rel=0.05)
 
 
+def test_what_a_recipe_says_of_the_softmax_holds(speed: None) -> None:
+    config = recipe("auto", minutes=2.0)
+    given = replace(config, objective=replace(config.objective, sampled_softmax=7))
+    assert budget.sized(given)[0].objective.sampled_softmax == 7
+    smoothed = replace(config, train=replace(config.train, label_smoothing=0.1))
+    assert budget.sized(smoothed)[0].objective.sampled_softmax is None
+    assert budget.sized(recipe("bert-20"))[0].objective.sampled_softmax is None
+
+
 def test_a_run_for_a_time_is_kept_as_it_was_sized_and_resumed_so(text: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     config = recipe("auto", minutes=0.01, folder=tmp_path / "run")

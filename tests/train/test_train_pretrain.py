@@ -421,6 +421,14 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
     assert pretrain(replace(prepared, allow_changes=True)).outcome.step == 3
 
 
+def test_where_a_softmax_cannot_be_sampled(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="sampled_softmax=0 must be above 0"):
+        small("gpt2-laptop", tmp_path, **{"objective.sampled_softmax": "0"})
+    for other in ({"train.label_smoothing": "0.1"}, {"train.tensor_parallel": "2"}):
+        with pytest.raises(UserError, match=r"needs train.label_smoothing=0 and train.tensor_parallel=1"):
+            small("gpt2-laptop", tmp_path, **{"objective.sampled_softmax": "8"}, **other)
+
+
 def test_a_sampled_softmax_learns_as_the_whole_one(tmp_path: Path) -> None:
     """The loss it reports is near the one that is measured with all tokens, and the same when it is run again."""
     few = {"objective.sampled_softmax": "16", "data.tokenizer.vocab_size": "600"}

@@ -67,7 +67,7 @@ class Turns:
             return False
         if now - self._began > TURN or self._last is None:
             return self._queue[0] is asked
-        return self._last is engine or now - self._left > SOON
+        return self._last is engine or (now - self._left > SOON and self._queue[0] is asked)
 
     def leave(self, engine: CpuEngine) -> None:
         with self._changed:
