@@ -18,6 +18,7 @@ import numpy as np
 
 from plume.config import DecodeBenchConfig, EngineConfig, SamplingConfig, UserError, preset
 from plume.inference.engine import Feed
+from plume.util.console import plural
 from plume.util.devices import cores
 
 Prompts = list[list[int]]
@@ -290,7 +291,7 @@ def table(report: Report, config: DecodeBenchConfig) -> Any:
     from rich.table import Table
 
     jobs = jobs_of(config)
-    shown = Table(title=f"tokens/s, best of {config.rounds} rounds; x: Plume's float32 / int8 against it")
+    shown = Table(title=f"tokens/s, best of {plural(config.rounds, 'round')}; x: Plume's float32 / int8 against it")
     shown.add_column("engine")
     for job in jobs:
         shown.add_column(job, justify="right")

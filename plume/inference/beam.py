@@ -46,13 +46,14 @@ def beam_search(
     if config.unsearched or config.n > count:  # with beams=1 SamplingConfig cannot know of the search
         wrong = config.unsearched if config.unsearched else f"n={config.n}"
         raise UserError(f"an encoder-decoder writes its likeliest text (beams={count}) and cannot use {wrong}")
-    tokens = fit_prompt(prompt, config, engine.capacity, engine.config.vocab_size)
+    known = min(engine.config.vocab_size, tokenizer.vocab_size)
+    tokens = fit_prompt(prompt, config, engine.capacity, known)
     with batcher.exclusive() as engine:
         if source is not None:
             from plume.inference.torch_engine import TorchEngine
 
             assert isinstance(engine, TorchEngine), "encoder-decoders run on torch"
-            check_prompt(source, engine.config.vocab_size, engine.capacity)
+            check_prompt(source, known, engine.capacity)
             engine.encode(0, source)
         search = Search(engine, tokenizer, config, tokens, after=() if source is not None else tokens[-8:])
         feeds, beams = [Feed(0, tokens)], [Beam(0, tuple(tokens))]

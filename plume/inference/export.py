@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,6 +30,7 @@ GGUF_TYPES = {
     "int4": ("IQ4_NL", "MOSTLY_IQ4_NL"),
 }
 CHECKED_TOKENS = 16
+LLAMA_LOGITS = Path(__file__).with_name("llama_logits.py")  # a program
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,13 @@ class Exported:
     """What was written and how well it agrees."""
 
     path: Path
-    checked_with: str | None  # None: the runtime is not installed, so it was not run
+    checked_with: str | None  # None: it was not run
     difference: float  # largest difference of outputs, relative to their spread
+    unchecked: str = "the runtime is not installed"  # why it was not run
 
     def __str__(self) -> str:
         if self.checked_with is None:
-            return f"{self.path}: written, not checked (the runtime is not installed)"
+            return f"{self.path}: written, not checked ({self.unchecked})"
         return (
             f"{self.path}: checked with {self.checked_with}, outputs agree within {self.difference:.1e} of their spread"
         )
@@ -62,17 +67,21 @@ def export(config: ExportConfig) -> Exported:
     if not predicts_next:
         what = "an encoder-decoder" if model.config.decoder_layers else f"a model with a {model.kind} head"
         raise UserError(f"GGUF is written for models that predict the next token; format=onnx takes {what}")
+    return export_gguf(model, folder, config)
+
+
+def export_gguf(model: Model, folder: Path, config: ExportConfig) -> Exported:
     tokenizer = load_tokenizer(folder)
     refuse_gguf(model.config, tokenizer)
     with aside(config.path) as hidden:
         write_gguf(model, tokenizer, hidden, config.precision, folder.resolve().name)
-    runner, logits = run_gguf(config.path, _sample_tokens(model.config))
-    if logits is None:
-        return Exported(config.path, None, float("nan"))
+    logits = run_gguf(config.path, _sample_tokens(model.config))
+    if isinstance(logits, str):
+        return Exported(config.path, None, float("nan"), logits)
     with torch.inference_mode():
         ours = model(torch.tensor([_sample_tokens(model.config)]))[0].numpy()
     difference = float(np.abs(logits - ours).max() / ours.std())
-    return _agreed(config.path, runner, difference, TOLERANCE[config.precision])
+    return _agreed(config.path, "llama.cpp", difference, TOLERANCE[config.precision])
 
 
 def export_onnx(model: Model, folder: Path, config: ExportConfig) -> Exported:
@@ -214,28 +223,18 @@ def gguf_tensors(model: Model) -> list[tuple[str, np.ndarray[Any, Any]]]:
     return found
 
 
-def run_gguf(path: Path, tokens: list[int]) -> tuple[str, np.ndarray[Any, Any] | None]:
-    """The logits that llama.cpp gives, when it is installed."""
-    try:
-        import llama_cpp
-    except ImportError:
-        return "llama.cpp", None
-    silence_llama()
-    llama = llama_cpp.Llama(str(path), n_ctx=len(tokens), logits_all=True, type_k=0, type_v=0, verbose=False)
-    try:
-        llama.eval(tokens)
-        return "llama.cpp", np.array(llama.scores[: len(tokens)])
-    finally:
-        llama.close()
-
-
-def silence_llama() -> None:
-    """llama.cpp logs to the terminal by itself; failures still come back as exceptions."""
-    import llama_cpp
-
-    if not _KEPT:
-        _KEPT.append(llama_cpp.llama_log_callback(lambda *_: None))  # C holds no reference to it
-        llama_cpp.llama_log_set(_KEPT[0], None)
-
-
-_KEPT: list[Any] = []
+def run_gguf(path: Path, tokens: list[int]) -> np.ndarray[Any, Any] | str:
+    """The logits that llama.cpp gives, or why there are none."""
+    if find_spec("llama_cpp") is None:
+        return "the runtime is not installed"
+    with TemporaryDirectory() as place:
+        out = Path(place) / "logits.npy"
+        words = [str(LLAMA_LOGITS), str(path.absolute()), str(out), *map(str, tokens)]
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, errors="replace", check=False)
+        if done.returncode < 0:
+            return f"llama.cpp crashed, exit code {done.returncode}"
+        if done.returncode:
+            path.unlink()
+            raise RuntimeError(f"llama.cpp could not run {path}, which was removed: {done.stderr.strip()}")
+        logits: np.ndarray[Any, Any] = np.load(out)
+        return logits

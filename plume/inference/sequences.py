@@ -18,6 +18,7 @@ from plume.inference.speculation import Guesser, StepCost
 from plume.model.likelihood import Floats
 from plume.text import Tokenizer
 from plume.util import drawings
+from plume.util.console import plural
 
 SHOWN_CHARACTERS = 60  # of a text in its short form
 EMPTY_PROMPT = "the prompt is empty; None, or --unconditional at the command line, samples from the start token"
@@ -83,9 +84,15 @@ def token_ids(tokenizer: Tokenizer, text: str | Sequence[int]) -> list[int]:
     if isinstance(text, str):
         return tokenizer.encode(text)
     try:
-        return [int(i) for i in text]
+        if not isinstance(text, bytes | bytearray):  # whose items are numbers too
+            return [int(i) for i in text]
     except (TypeError, ValueError):
-        raise UserError(f"expected a text or a list of token ids, not {text!r}") from None
+        pass
+    raise UserError(f"expected a text or a list of token ids, not {text!r}")
+
+
+class ContextLengthError(UserError):
+    """A prompt that is longer than the context."""
 
 
 def check_prompt(prompt: Sequence[int], vocab_size: int, context: int | None = None) -> None:
@@ -94,7 +101,7 @@ def check_prompt(prompt: Sequence[int], vocab_size: int, context: int | None = N
         raise UserError(EMPTY_PROMPT)
     check_ids(prompt, vocab_size)
     if context is not None and len(prompt) > context:
-        raise UserError(f"the prompt has {len(prompt)} tokens, the context holds {context}")
+        raise ContextLengthError(f"the prompt has {plural(len(prompt), 'token')}, the context holds {context}")
 
 
 def fit_prompt(prompt: Sequence[int], config: SamplingConfig, context: int, vocab_size: int) -> list[int]:
@@ -109,9 +116,9 @@ def fit_prompt(prompt: Sequence[int], config: SamplingConfig, context: int, voca
     new = 1 if config.max_new_tokens is None else config.max_new_tokens
     cut = max(1, context - new if new < context else context // 2)
     if config.overflow == "refuse":
-        raise UserError(
-            f"the prompt has {len(prompt)} tokens, but the context holds {context} with at least one new one; "
-            f"overflow=truncate keeps the last {cut}, overflow=slide moves the window on"
+        raise ContextLengthError(
+            f"the prompt has {plural(len(prompt), 'token')}, but the context holds {context} with at least one new "
+            f"one; overflow=truncate keeps the last {cut}, overflow=slide moves the window on"
         )
     return list(prompt[-(cut if config.overflow == "truncate" else max(1, context // 2)) :])
 

@@ -1,12 +1,14 @@
 """Beam search against transformers, and against looking at every text there is."""
 
 import itertools
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
 
+import plume
 from plume.config import EngineConfig, ModelConfig, SamplingConfig, TokenizerConfig, UserError
 from plume.hf import save_model
 from plume.inference.beam import beam_search
@@ -115,6 +117,23 @@ def test_what_an_encoder_decoder_cannot_use_is_an_error(options, tokenizer, rand
     lm = LM(None, tokenizer, EngineConfig(), random_model(**shape))
     with pytest.raises(UserError, match=rf"beams=1\) and cannot use {next(iter(options))}="):
         lm.translate("hello", beams=1, **options)
+    lm.close()
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_rows_of_the_table_without_a_token_are_outside_the_vocabulary(beams, tokenizer, random_model, tmp_path):
+    """As ids they are refused, and as end tokens they are never written; both were tracebacks of a search."""
+    last = tokenizer.vocab_size
+    folder = save_model(random_model(vocab_size=last + 7), tmp_path / "model", tokenizer=tokenizer)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [last + 1, tokenizer.end]}))
+    lm = plume.load(folder, threads=1)
+    assert lm.tokenizer.ends == (tokenizer.end,)
+    assert len(lm.generate("hello", beams=beams, min_new_tokens=3, max_new_tokens=4).tokens) >= 3
+    for prompt, options in (("hello", {"logit_bias": {last: 1.0}}), ([1, last], {"repetition_penalty": 1.2})):
+        with pytest.raises(UserError, match=f"token id {last}.* is outside the vocabulary"):
+            lm.generate(prompt, beams=beams, max_new_tokens=2, **options)
+    with pytest.raises(UserError, match="expected a text or a list of token ids, not b'hello'"):
+        lm.generate(b"hello", beams=beams)
     lm.close()
 
 

@@ -71,6 +71,14 @@ def test_standard_input_is_one_prompt_or_one_per_line(trained_folder, monkeypatc
             assert capsys.readouterr().out == said
 
 
+@pytest.mark.parametrize("words", [[], ["--prompts", "-"]])
+def test_a_closed_standard_input_is_named(words, trained_folder, monkeypatch, capsys):
+    """Python then has None in its place."""
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", str(trained_folder), *words]) == 2
+    assert "there is no standard input; give a prompt" in capsys.readouterr().err
+
+
 def test_the_command_ends_where_the_folder_says(trained_folder, tmp_path, capsys):
     folder = tmp_path / "model"
     shutil.copytree(trained_folder, folder, ignore=shutil.ignore_patterns(".plume"))

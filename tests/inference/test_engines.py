@@ -122,6 +122,10 @@ def test_company_and_chunks_change_no_bit(random_model, precision):
     engine = CpuEngine(pack(model, precision), slots=5, threads=3, rows=24)  # prompts are cut into parts of 24 rows
     together = engine.step([Feed(slot, text, len(text)) for slot, text in enumerate(texts)])
     assert (together == np.concatenate(expected)).all()
+    at_once = CpuEngine(pack(model, precision), slots=5, threads=1)  # so many rows that they are read some at a time
+    together = at_once.step([Feed(slot, text, len(text)) for slot, text in enumerate(texts)])
+    assert (together == np.concatenate(expected)).all()
+    at_once.close()
     for slot in range(5):
         engine.rewind(slot, 0)
     for i in range(40):
@@ -205,7 +209,9 @@ def test_packed_weights_are_written_once_and_read_again(trained_folder, own_cach
     assert (first.block == second.block).all() and (first.offsets == second.offsets).all()
 
 
-@pytest.mark.parametrize("fields", [{}, {"norm": "post"}, {"norm": "post", "embed_norm": True}, {"width": 40}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"norm": "post"}, {"norm": "post", "embed_norm": True}, {"width": 40}, {"tie_embeddings": False}]
+)
 @pytest.mark.parametrize("precision", ["float32", "float24", "int8", "int4"])
 def test_sizes_follow_from_the_config(random_model, fields, precision):
     packed = pack(random_model(**fields), precision)

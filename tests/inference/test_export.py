@@ -1,5 +1,9 @@
 """Exported files give the same greedy tokens as Plume on a model trained here, and what cannot be exported says why."""
 
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +13,7 @@ import transformers
 
 from plume.config import EngineConfig, ExportConfig, UserError
 from plume.hf import save_model
+from plume.inference import export as export_module
 from plume.inference.export import export
 from plume.lm import LM
 from plume.text import Tokenizer
@@ -24,23 +29,51 @@ def greedy(trained_folder, tokenizer):
     lm.close()
 
 
+GREEDY_BY_LLAMA = """
+import itertools, json, sys, llama_cpp
+llama = llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False)
+prompt = llama.tokenize(sys.argv[2].encode(), add_bos=False)
+written = llama.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0)
+print(json.dumps([prompt, list(itertools.islice(written, int(sys.argv[3])))]))
+"""
+
+
+def needs_llama() -> None:
+    if find_spec("llama_cpp") is None:
+        pytest.skip("llama-cpp-python runs GGUF")
+
+
+def greedy_by_llama(gguf: Path) -> list[list[int]]:
+    """The prompt's tokens and those written."""
+    words = [sys.executable, "-c", GREEDY_BY_LLAMA, str(gguf), PROMPT, str(COUNT)]
+    return json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+
+
 @pytest.mark.parametrize("precision", ["float32", "float16", "int8", "int4"])
 def test_gguf_gives_the_same_greedy_tokens(trained_folder, tokenizer, tmp_path, greedy, precision):
     pytest.importorskip("gguf", reason="the gguf package writes GGUF")
-    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python runs GGUF")
+    needs_llama()
     result = export(ExportConfig(model=str(trained_folder), precision=precision, out=tmp_path / "model.gguf"))
     assert result.checked_with == "llama.cpp"
-    llama = llama_cpp.Llama(str(result.path), n_ctx=64, verbose=False)
     prompt, expected = greedy
-    assert llama.tokenize(PROMPT.encode(), add_bos=False) == prompt
-    written = []
-    for token in llama.generate(prompt, temp=0.0, top_k=1, repeat_penalty=1.0):
-        written.append(token)
-        if len(written) == COUNT:
-            break
-    llama.close()
+    read, written = greedy_by_llama(result.path)
+    assert read == prompt
     agreed = next((i for i, (a, b) in enumerate(zip(written, expected, strict=True)) if a != b), COUNT)
     assert agreed >= {"float32": COUNT, "int4": 1}.get(precision, 5)
+
+
+def test_a_crash_or_a_refusal_of_llama_does_not_end_the_export(trained_folder, tmp_path, monkeypatch):
+    needs_llama()
+    config = ExportConfig(model=str(trained_folder), out=tmp_path / "model.gguf")
+    monkeypatch.setattr(export_module, "find_spec", lambda name: True)
+    crash = tmp_path / "crash.py"
+    crash.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGILL)\n")
+    monkeypatch.setattr(export_module, "LLAMA_LOGITS", crash)
+    assert str(export(config)).endswith("written, not checked (llama.cpp crashed, exit code -4)")
+    crash.write_text("raise SystemExit('unknown pre-tokenizer')\n")
+    with pytest.raises(RuntimeError, match=r"could not run .*removed: unknown pre-tokenizer"):
+        export(config)
+    assert not config.path.exists()
 
 
 @pytest.mark.parametrize("cache", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -224,7 +257,7 @@ def test_a_file_that_disagrees_is_removed(trained_folder, tmp_path, monkeypatch)
 
     pytest.importorskip("gguf", reason="the gguf package writes GGUF")
     path = tmp_path / "model.gguf"
-    monkeypatch.setattr(module, "run_gguf", lambda _, tokens: ("nobody", np.zeros((len(tokens), 266))))
+    monkeypatch.setattr(module, "run_gguf", lambda _, tokens: np.zeros((len(tokens), 266)))
     with pytest.raises(RuntimeError, match="did not give the model's outputs back"):
         export(ExportConfig(model=str(trained_folder), out=path))
     assert list(tmp_path.iterdir()) == []

@@ -435,7 +435,8 @@ def test_suggestions_after_a_space_or_a_sentence():
     lm = plume.load("plume-en", threads=1)
     likely = tuple(candidate.text.strip() for candidate in lm.next_tokens("I went to the", k=10))
     assert all(word.startswith(likely) for word in lm.suggest("I went to the ", n=5))
-    assert all(word[:1] == " " and word[1:].isalpha() for word in lm.suggest("This is the end.", n=5))
+    after = [word.replace("'", "") for word in lm.suggest("This is the end.", n=5)]  # I'm is a word
+    assert all(word[:1] == " " and word[1:].isalpha() for word in after)
     assert not any("<" in word for word in lm.suggest("The end.\n\n", n=200))
     lm.close()
 

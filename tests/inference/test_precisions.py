@@ -165,6 +165,23 @@ def products(precision, weight, values, bias):
     return out.reshape(rows, n), rounded
 
 
+@pytest.mark.parametrize("rows", [1, 12, 29])
+@pytest.mark.parametrize("columns", [3, 64, 130, 257])
+def test_float32_products_of_any_number_of_columns(rows, columns):
+    """Sums are made in blocks of columns, and some columns at a time: whatever is left over counts too."""
+    draw = np.random.default_rng(columns)
+    weight, values = draw.normal(size=(64, columns)), draw.normal(size=(rows, columns))
+    weight, values, bias = (x.astype(np.float32) for x in (weight, values, draw.normal(size=64)))
+    block, source, start = in_memory(panels(weight, "float32")), in_memory(values), in_memory(bias)
+    out, memory = aligned(rows * 64, np.float32), aligned(128 + columns * 128)
+    arithmetic.multiply(
+        KINDS["float32"], block.ctypes.data, columns, 0, 2, source.ctypes.data, columns * 4, rows, start.ctypes.data,
+        out.ctypes.data, 64 * 4, memory.ctypes.data,
+    )  # fmt: skip
+    expected = values.astype(np.float64) @ weight.T.astype(np.float64) + bias
+    np.testing.assert_allclose(out.reshape(rows, 64), expected, atol=5e-5)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 9])
 def test_int4_products_are_those_of_its_levels(low_weight, rows):
     """Against a product in float64 of weights and activations as they were rounded; few rows and many, unpacked."""
@@ -218,6 +235,29 @@ def test_int4_engine_gives_the_logits_of_its_levels(random_model):
     near = np.square(ours - expected).mean() ** 0.5
     assert near < 0.02 * expected.std()
     assert near < 0.3 * np.square(ours - whole).mean() ** 0.5, "the weights' rounding is what shows"
+
+
+def test_int4_keeps_eight_bits_of_rows_that_are_only_looked_up(random_model):
+    """An output of its own: the token table is rounded to bytes at most, the rest as GGUF's package reads it."""
+    gguf = pytest.importorskip("gguf", reason="the gguf package reads IQ4_NL")
+    model = random_model(tie_embeddings=False)
+    table = model.body.embed.tokens.weight
+    with torch.no_grad():
+        table.mul_(50)  # so that it is what hidden states are made of
+    ours = engine_logits(pack(model, "int4"))
+
+    def levels(weight):
+        return torch.from_numpy(gguf.quants.dequantize(iq4_blocks(weight.numpy()), gguf.GGMLQuantizationType.IQ4_NL))
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2 and "positions" not in name and weight is not table:
+                weight.copy_(levels(weight))
+        whole_rows = torch_logits(model)
+        table.copy_(levels(table))
+    four_bit_rows = torch_logits(model)
+    near, far = (np.square(ours - other).mean() ** 0.5 for other in (whole_rows, four_bit_rows))
+    assert near < 0.02 * whole_rows.std() and near < 0.3 * far
 
 
 def taken(array):

@@ -70,10 +70,12 @@ RULES = [
     {"temperature": 0.5},
     {"top_k": 7},
     {"top_p": 0.8},
+    {"top_p": 0.05},
     {"top_p": 0.8, "top_p_rule": "openai"},
     {"top_p": 0.01, "top_p_rule": "openai"},
     {"min_p": 0.1},
     {"typical_p": 0.6},
+    {"typical_p": 0.05},
     {"temperature": 1.7, "top_k": 50, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.9},
 ]
 

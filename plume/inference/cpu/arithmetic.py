@@ -12,17 +12,17 @@ from numba import carray
 
 from plume.inference.cpu import lanes, tiles
 from plume.inference.cpu import panels as forms
+from plume.inference.cpu.byte_products import codes_of, largest_of_group
 from plume.inference.cpu.lanes import PAIRED_DOT, SIGNED_DOT, compiled, entry, linked
 from plume.inference.cpu.pack import GELU, GELU_TANH
 from plume.inference.cpu.panels import GROUP, PANEL, SMALL_GROUP
 
-fixed_rows, scaled_rows, int8_rows, int4_rows, level_rows = (
-    tiles.panel_times_rows(kind)
-    for kind in (tiles.fixed_tile, tiles.scaled_tile, tiles.int8_tile, tiles.int4_tile, tiles.level_tile)
-)
+fixed_rows, scaled_rows = (tiles.panel_times_rows(kind) for kind in (tiles.fixed_tile, tiles.scaled_tile))
+int8_rows, level_rows = (tiles.panel_times_rows(kind, GROUP // 4) for kind in (tiles.int8_tile, tiles.level_tile))
+int4_rows = tiles.panel_times_rows(tiles.int4_tile, GROUP // 4, tiles.PACKED)
 WORTH_UNPACKING = 2 * tiles.TOGETHER[0]  # up to so many rows, reading a panel's bits again costs less
-# panels that one row meets together; with 16 registers one is read fastest, without a jump from panel to panel
-ABREAST = 4 if lanes.WIDE else 1
+# panels that one row meets together; where nothing is fetched early, one stream is read fastest
+ABREAST = 4 if lanes.EARLY else 1
 fixed_1, scaled_1, int8_1, int4_1 = (
     tiles.tile(kind(1, ABREAST)) for kind in (tiles.fixed_tile, tiles.scaled_tile, tiles.int8_tile, tiles.int4_tile)
 )
@@ -42,6 +42,12 @@ P0, P1, P2, P3, P4, P5 = (
     np.float32(c) for c in (1.12837899, 0.191928923, 0.0529653728, 3.83637124e-3, 2.87447794e-4, 2.0505031e-6)
 )
 Q1, Q2, Q3, Q4, Q5 = (np.float32(c) for c in (0.503424346, 0.114753254, 0.0151081942, 1.18161552e-3, 3.82314538e-5))
+# of the noise of a draw
+GOLDEN, FIRST, SECOND = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+S12, S27, S30, S31, S40 = (np.uint64(n) for n in (12, 27, 30, 31, 40))
+UNIT = 2.0**-52
+SLACK = np.float32(1.0001)  # more than the rounding of the bound
+BIAS, STEPS = np.float32(127), np.float32(2.0**23)
 
 
 @compiled
@@ -52,6 +58,29 @@ def exp(x: Any) -> Any:
     r = x - n * LN2_HIGH - n * LN2_LOW
     p = ((((E0 * r + E1) * r + E2) * r + E3) * r + E4) * r + E5
     return (p * r * r + r + ONE) * lanes.float_of_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+
+
+@compiled
+def mixed(x: Any) -> Any:
+    """64 bits to 64 bits, each output bit depending on all input bits (splitmix64's finaliser)."""
+    x = x + GOLDEN
+    x = (x ^ (x >> S30)) * FIRST
+    x = (x ^ (x >> S27)) * SECOND
+    return x ^ (x >> S31)
+
+
+@compiled
+def gumbel(key: Any, token: int) -> float:
+    """The noise of one token, as sampler.noise defines it."""
+    bits = mixed(key ^ mixed(np.uint64(token)))
+    return -math.log(-math.log((np.float64(bits >> S12) + 0.5) * UNIT))
+
+
+@compiled
+def exp_bound(x: Any) -> Any:
+    """At least e to the x, at most 6 % more, for few instructions: between powers of two it is a line."""
+    steps = min(max(x * LOG2_E + BIAS, np.float32(0)), np.float32(254))
+    return lanes.float_of_bits(np.int32(steps * STEPS)) * SLACK
 
 
 @compiled
@@ -107,30 +136,38 @@ def quantise(source: int, width: int, row: int, depth: int, first: int, last: in
     starts = carray(lanes.ints_at(row + depth + 4 * groups), (groups,))
     small_starts = carray(lanes.ints_at(row + depth + 8 * groups), (2 * groups,))
     for g in range(first, last):
-        x, codes = (
-            carray(lanes.floats_at(source + g * GROUP * 4), (GROUP,)),
-            carray(lanes.bytes_at(row + g * GROUP), (GROUP,)),
-        )
-        filled = min(GROUP, width - g * GROUP)
-        largest = np.float32(1e-30)
-        for i in range(filled):
-            largest = lanes.larger(largest, abs(x[i]))
-        if PAIRED_DOT:
-            for i in range(filled // 2):
-                largest = lanes.larger(largest, abs(x[2 * i] + x[2 * i + 1]))
-        scale = largest / np.float32(127)
-        inverse = ONE / scale
-        for half in range(2):
-            total = np.int32(0)
-            for i in range(half * SMALL_GROUP, min(filled, (half + 1) * SMALL_GROUP)):
-                code = np.int32(np.floor(x[i] * inverse + HALF))
-                codes[i] = code
-                total += code
-            small_starts[2 * g + half] = np.int32(0) if SIGNED_DOT else np.int32(-128) * total
-        for i in range(filled, GROUP):
-            codes[i] = 0
+        at, to, filled = source + g * GROUP * 4, row + g * GROUP, min(GROUP, width - g * GROUP)
+        if filled == GROUP:
+            scale = largest_of_group(at) / np.float32(127)
+            inverse = ONE / scale
+            low, high = codes_of(at, inverse, to), codes_of(at + SMALL_GROUP * 4, inverse, to + SMALL_GROUP)
+        else:
+            scale, low, high = quantise_part(at, filled, to)
         scales[g] = scale
+        small_starts[2 * g] = np.int32(0) if SIGNED_DOT else np.int32(-128) * low
+        small_starts[2 * g + 1] = np.int32(0) if SIGNED_DOT else np.int32(-128) * high
         starts[g] = small_starts[2 * g] + small_starts[2 * g + 1]
+
+
+@compiled
+def quantise_part(source: int, filled: int, out: int) -> Any:
+    """The same of a group that is not full: its scale, and the sums of the codes of its halves."""
+    x, codes = carray(lanes.floats_at(source), (GROUP,)), carray(lanes.bytes_at(out), (GROUP,))
+    largest, low, high = np.float32(1e-30), np.int32(0), np.int32(0)
+    for i in range(filled):
+        largest = lanes.larger(largest, abs(x[i]))
+    if PAIRED_DOT:
+        for i in range(filled // 2):
+            largest = lanes.larger(largest, abs(x[2 * i] + x[2 * i + 1]))
+    scale = largest / np.float32(127)
+    inverse = ONE / scale
+    for i in range(GROUP):
+        codes[i] = 0
+    for i in range(filled):
+        code = np.int32(np.floor(x[i] * inverse + HALF))
+        codes[i] = code
+        low, high = (low + code, high) if i < SMALL_GROUP else (low, high + code)
+    return scale, low, high
 
 
 @compiled
@@ -231,18 +268,19 @@ def one_panel(
     memory: int,
 ) -> None:  # fmt: skip
     """One panel times all rows; for many of them it is unpacked into `memory` first."""
-    few = rows <= WORTH_UNPACKING
+    few, size = rows <= WORTH_UNPACKING, bytes_of_panel(kind, depth)
+    following = at + size
     if kind == forms.INT8:
-        int8_rows(at, values, stride, start, to, out_stride, depth // GROUP, rows)
+        int8_rows(at, values, stride, start, to, out_stride, depth // GROUP, rows, following, size)
     elif kind == forms.FLOAT32:
-        scaled_rows(at, values, stride, start, to, out_stride, depth, rows)
+        scaled_rows(at, values, stride, start, to, out_stride, depth, rows, following, size)
     elif kind == forms.FLOAT24 and few:
-        fixed_rows(at, values, stride, start, to, out_stride, depth, rows)
+        fixed_rows(at, values, stride, start, to, out_stride, depth, rows, following, size)
     elif kind == forms.FLOAT24:
         tiles.unpack(at, depth, memory)
-        scaled_rows(memory, values, stride, start, to, out_stride, depth, rows)
+        scaled_rows(memory, values, stride, start, to, out_stride, depth, rows, following, size)
     elif few:
-        int4_rows(at, values, stride, start, to, out_stride, depth // GROUP, rows)
+        int4_rows(at, values, stride, start, to, out_stride, depth // GROUP, rows, following, size)
     else:
         tiles.unpack_levels(at, depth // GROUP, memory)
-        level_rows(memory, values, stride, start, to, out_stride, depth // GROUP, rows)
+        level_rows(memory, values, stride, start, to, out_stride, depth // GROUP, rows, following, size)

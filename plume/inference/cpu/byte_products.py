@@ -5,9 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
+from numba import types
 
-from plume.inference.cpu.lanes import ARM, FEATURES, FLOATS, I8, I16, I32, INTS, PAIRED_DOT, SIGNED_DOT, VNNI, load
-from plume.inference.cpu.panels import LANES, LEVELS
+from plume.inference.cpu.lanes import (
+    ARM,
+    F32,
+    FEATURES,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    INTS,
+    PAIRED_DOT,
+    SIGNED_DOT,
+    VNNI,
+    intrinsic,
+    load,
+    multiply_add,
+    pointer_to,
+    splat,
+)  # fmt: skip
+from plume.inference.cpu.panels import GROUP, LANES, LEVELS, SMALL_GROUP
 
 
 def dot4(builder: Any, total: Any, weights: Any, values: Any) -> Any:
@@ -105,3 +123,47 @@ def half_floats(builder: Any, address: Any, offset: Any) -> Any:
     sign = builder.shl(builder.and_(wide, ir.Constant(INTS, [0x8000] * LANES)), ir.Constant(INTS, [16] * LANES))
     number = builder.bitcast(builder.or_(magnitude, sign), FLOATS)
     return builder.fmul(number, ir.Constant(FLOATS, [2.0**112] * LANES))
+
+
+@intrinsic
+def largest_of_group(typing: Any, source: Any) -> Any:
+    """The largest magnitude of GROUP floats, and of sums of neighbours where products are added in pairs."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        one, two = ir.FunctionType(FLOATS, [FLOATS]), ir.FunctionType(FLOATS, [FLOATS] * 2)
+        magnitude = builder.module.declare_intrinsic(f"llvm.fabs.v{LANES}f32", [], one)
+        larger = builder.module.declare_intrinsic(f"llvm.maxnum.v{LANES}f32", [], two)
+        found = ir.Constant(FLOATS, [1e-30] * LANES)
+        for start in range(0, GROUP, LANES):
+            x = load(builder, args[0], start * 4, FLOATS)
+            candidates = [x]
+            if PAIRED_DOT:
+                swapped = ir.Constant(INTS, [lane ^ 1 for lane in range(LANES)])
+                candidates.append(builder.fadd(x, builder.shuffle_vector(x, x, swapped)))
+            for vector in candidates:
+                found = builder.call(larger, [found, builder.call(magnitude, [vector])], fastmath=("nnan", "nsz"))
+        kind = ir.FunctionType(F32, [FLOATS])
+        most = builder.module.declare_intrinsic(f"llvm.vector.reduce.fmax.v{LANES}f32", [], kind)
+        return builder.call(most, [found], fastmath=("nnan", "nsz"))
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
+def codes_of(typing: Any, source: Any, inverse: Any, out: Any) -> Any:
+    """SMALL_GROUP floats times a number, rounded to bytes; returns the sum of these."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, inverse, out = args
+        floor = builder.module.declare_intrinsic(f"llvm.floor.v{LANES}f32", [], ir.FunctionType(FLOATS, [FLOATS]))
+        half, total = ir.Constant(FLOATS, [0.5] * LANES), ir.Constant(INTS, [0] * LANES)
+        inverse, kind = splat(builder, inverse), ir.VectorType(I8, LANES)
+        for start in range(0, SMALL_GROUP, LANES):
+            scaled = multiply_add(builder, load(builder, source, start * 4, FLOATS), inverse, half)
+            codes = builder.fptosi(builder.call(floor, [scaled]), INTS)
+            builder.store(builder.trunc(codes, kind), pointer_to(builder, out, start, kind), align=4)
+            total = builder.add(total, codes)
+        add = builder.module.declare_intrinsic(f"llvm.vector.reduce.add.v{LANES}i32", [], ir.FunctionType(I32, [INTS]))
+        return builder.call(add, [total])
+
+    return types.int32(types.int64, types.float32, types.int64), codegen

@@ -18,6 +18,8 @@ from plume.inference.cpu.panels import GROUP, LANES, PANEL
 from plume.inference.cpu.sampling import Work, answer_all
 
 FEW, MANY = (4, 12) if lanes.WIDE else (2, 6)  # neighbouring queries that attend together
+OWN_ROWS = 64 if lanes.WIDE else 1 << 40  # with so many for each thread, a thread takes rows and not panels
+NEAR_ROWS = 96  # rows whose activations stay in a core's own cache beside a panel
 BESIDE = 2 if lanes.WIDE else 1  # blocks that many meet together: their sums fill the registers
 mix_1, mix_1x4, mix_few, mix_few_2, mix_many, mix_many_beside = (
     tiles.tile_of_cache(q, p) for q, p in ((1, 1), (1, 4), (FEW, 1), (FEW, 2), (MANY, 1), (MANY, BESIDE))
@@ -53,13 +55,24 @@ def meet(job: int, threads: int, meetings: int) -> int:
 
 
 @compiled
+def keep_floats(x: Any, at: int, step: int) -> None:
+    """Write up to LANES floats side by side, or LANES apart: steps that are constants need no arithmetic."""
+    floats = carray(lanes.floats_at(at), (LANES * LANES,))
+    if step == 1:
+        for d in range(x.size):
+            floats[d] = x[d]
+    else:
+        for d in range(x.size):
+            floats[d * LANES] = x[d]
+
+
+@compiled
 def keep(x: Any, item: int, at: int, start: int, jump: int, step: int, scale: int) -> None:
     """Write numbers into the cache: LANES of them a step apart, the next a jump further on; bytes share a scale."""
     end = start + x.size * max(jump, step)
     if item == 4:
-        floats = carray(lanes.floats_at(at), (end,))
-        for d in range(x.size):
-            floats[start + d // LANES * jump + d % LANES * step] = x[d]
+        for first in range(0, x.size, LANES):
+            keep_floats(x[first : first + LANES], at + (start + first // LANES * jump) * 4, step)
     elif item == 2:
         halves = carray(lanes.halves_at(at), (end,))
         for d in range(x.size):
@@ -243,7 +256,7 @@ def embed(shape: Shape, table: Any, token: int, position: int, out: int) -> None
     width = shape.width
     x = carray(lanes.floats_at(out), (width,))
     at = table[shape.layers * pack.PER_LAYER :]
-    gather(shape.kind, at[pack.TOKENS], width, token, out)
+    gather(shape.token_kind, at[pack.TOKENS], width, token, out)
     places = carray(lanes.floats_at(at[pack.POSITIONS]), (1 + (position + 1) * width,))
     factor, row = places[0], 1 + position * width
     for i in range(width):
@@ -251,8 +264,9 @@ def embed(shape: Shape, table: Any, token: int, position: int, out: int) -> None
 
 
 @compiled
-def prepare(shape: Shape, norm: int, act: int, codes: int, depth: int, low: int, high: int) -> None:
+def prepare(shape: Shape, norm: int, act: int, codes: int, low: int, high: int) -> None:
     """Rows low..high of the stream as a product wants them: normalised, and as bytes if the weights are."""
+    depth = padded(shape.width)
     for m in range(low, high):
         normalise(shape.x + m * shape.width_stride, act + m * shape.width_stride, shape.width, norm)
         if shape.int8:
@@ -261,18 +275,50 @@ def prepare(shape: Shape, norm: int, act: int, codes: int, depth: int, low: int,
 
 
 @compiled
+def quantise_mixed(shape: Shape, codes: int, low: int, high: int) -> None:
+    """What attention gave to rows low..high, as bytes."""
+    depth = padded(shape.width)
+    for m in range(low, high):
+        row = shape.mixed + m * shape.width_stride
+        quantise(row, shape.width, codes + m * shape.codes_stride, depth, 0, depth // GROUP)
+
+
+@compiled
+def project(
+    shape: Shape, weights: int, bias: int, values: int, stride: int, out: int, out_stride: int, low: int, high: int,
+    begin: int, end: int, panel: int,
+) -> None:  # fmt: skip
+    """Rows low..high, as wide as the model, times the panels begin..end."""
+    depth = padded(shape.width) if shape.int8 else shape.width
+    values, out = values + low * stride, out + low * out_stride
+    multiply_panels(shape.kind, weights, depth, begin, end, values, stride, high - low, bias, out, out_stride, panel)
+
+
+@compiled
+def activate_middle(shape: Shape, low: int, high: int, begin: int, end: int) -> None:
+    """The activation of the columns of these panels, for rows low..high, as bytes if the weights are."""
+    for m in range(low, high):
+        row = shape.middle + m * shape.middle_stride
+        activate(carray(lanes.floats_at(row + begin * PANEL * 4), ((end - begin) * PANEL,)), shape.activation)
+        if shape.int8:
+            depth, out = padded(shape.hidden), shape.middle_codes + m * shape.middle_codes_stride
+            quantise(row, depth, out, depth, begin // 2, end // 2)
+
+
+@compiled
 def return_to_stream(
-    shape: Shape, weights: int, bias: int, depth: int, values: int, stride: int, base: int, rows: int, thread: int
-) -> None:
-    """This thread's columns of x = base + product. The product goes where queries were: nobody needs them any more."""
-    begin, end = share(shape.width, thread, shape.threads)
-    panel, out, out_stride = shape.panels + thread * shape.panel_bytes, shape.qkv, shape.width_stride
-    multiply_panels(shape.kind, weights, depth, begin, end, values, stride, rows, bias, out, out_stride, panel)
+    shape: Shape, weights: int, bias: int, depth: int, values: int, stride: int, base: int, low: int, high: int,
+    begin: int, end: int, panel: int,
+) -> None:  # fmt: skip
+    """The columns of these panels of x = base + product, for rows low..high. The product goes where queries were:
+    nobody needs them any more."""
+    out, out_stride, values = shape.qkv + low * shape.qkv_stride, shape.qkv_stride, values + low * stride
+    multiply_panels(shape.kind, weights, depth, begin, end, values, stride, high - low, bias, out, out_stride, panel)
     count = min(end * PANEL, shape.width) - begin * PANEL
-    for m in range(rows):
-        at = m * shape.width_stride + begin * PANEL * 4
+    for m in range(low, high):
+        at, product = m * shape.width_stride + begin * PANEL * 4, shape.qkv + m * out_stride + begin * PANEL * 4
         x = carray(lanes.floats_at(shape.x + at), (count,))
-        old, new = carray(lanes.floats_at(base + at), (count,)), carray(lanes.floats_at(out + at), (count,))
+        old, new = carray(lanes.floats_at(base + at), (count,)), carray(lanes.floats_at(product), (count,))
         for i in range(count):
             x[i] = old[i] + new[i]
 
@@ -283,8 +329,73 @@ def forward(
     rows: int, heads_wanted: int, meetings: int,
 ) -> int:  # fmt: skip
     """This thread's share of one step; returns how many meetings there have been. Results only for `wanted` rows."""
-    threads, width, kind, int8 = shape.threads, shape.width, shape.kind, shape.int8
-    depth, hidden_depth = (padded(width), padded(shape.hidden)) if int8 else (width, shape.hidden)
+    threads = shape.threads
+    for m in range(rows * thread // threads, rows * (thread + 1) // threads):
+        embed(shape, table, tokens[m], positions[m], shape.x + m * shape.width_stride)
+    meetings = meet(job, threads, meetings)
+    if rows >= threads * OWN_ROWS:
+        meetings = layers_by_rows(shape, table, job, thread, slots, positions, rows, meetings)
+    else:
+        meetings = layers_by_panels(shape, table, job, thread, slots, positions, rows, meetings)
+    return head(shape, table, job, thread, wanted, heads_wanted, meetings)
+
+
+@compiled
+def layers_by_rows(
+    shape: Shape, table: Any, job: int, thread: int, slots: Any, positions: Any, rows: int, meetings: int
+) -> int:
+    """All layers where rows are many: a thread takes its rows through all products between two attentions, so few at
+    a time that what it computes stays in its own cache."""
+    threads, int8 = shape.threads, shape.int8
+    own = shape.private + thread * shape.private_bytes
+    memory, panel = own + 2 * (shape.width_stride + shape.codes_stride), shape.panels + thread * shape.panel_bytes
+    values, stride = (shape.codes, shape.codes_stride) if int8 else (shape.act, shape.width_stride)
+    mixed, mixed_stride = (shape.codes, shape.codes_stride) if int8 else (shape.mixed, shape.width_stride)
+    middle = shape.middle_codes if int8 else shape.middle
+    middle_stride = shape.middle_codes_stride if int8 else shape.middle_stride
+    depth, hidden_depth = (padded(shape.width), padded(shape.hidden)) if int8 else (shape.width, shape.hidden)
+    first, last = rows * thread // threads, rows * (thread + 1) // threads
+    base = shape.act if shape.post_norm else shape.x
+    wide, narrow, hidden = padded(3 * shape.width) // PANEL, padded(shape.width) // PANEL, padded(shape.hidden) // PANEL
+    for layer in range(shape.layers):
+        at = table[layer * pack.PER_LAYER : (layer + 1) * pack.PER_LAYER]
+        for low in range(first, last, NEAR_ROWS):
+            high = min(low + NEAR_ROWS, last)
+            prepare(shape, at[pack.ATTN_NORM], shape.act, shape.codes, low, high)
+            project(
+                shape, at[QKV], at[QKV_BIAS], values, stride, shape.qkv, shape.qkv_stride, low, high, 0, wide, panel
+            )
+        meetings = meet(job, threads, meetings)
+        attention(shape, layer, thread, slots, positions, rows, memory)
+        meetings = meet(job, threads, meetings)
+        for low in range(first, last, NEAR_ROWS):
+            high = min(low + NEAR_ROWS, last)
+            if int8:
+                quantise_mixed(shape, shape.codes, low, high)
+            return_to_stream(
+                shape, at[OUT], at[OUT_BIAS], depth, mixed, mixed_stride, base, low, high, 0, narrow, panel
+            )
+            prepare(shape, at[pack.MLP_NORM], shape.act, shape.codes, low, high)
+            skipped = low - first  # the first rows' memory is near already, and is written again
+            project(
+                shape, at[UP], at[UP_BIAS], values, stride, shape.middle - skipped * shape.middle_stride,
+                shape.middle_stride, low, high, 0, hidden, panel,
+            )  # fmt: skip
+            activate_middle(shape, first, high - skipped, 0, hidden)
+            return_to_stream(
+                shape, at[DOWN], at[DOWN_BIAS], hidden_depth, middle - skipped * middle_stride, middle_stride, base,
+                low, high, 0, narrow, panel,
+            )  # fmt: skip
+    return meet(job, threads, meetings)
+
+
+@compiled
+def layers_by_panels(
+    shape: Shape, table: Any, job: int, thread: int, slots: Any, positions: Any, rows: int, meetings: int
+) -> int:
+    """All layers where rows are few: every thread takes its panels of each matrix for all rows."""
+    threads, int8 = shape.threads, shape.int8
+    depth, hidden_depth = (padded(shape.width), padded(shape.hidden)) if int8 else (shape.width, shape.hidden)
     alone = rows <= 2  # then each thread prepares all rows for itself, which is cheaper than meeting
     own = shape.private + thread * shape.private_bytes
     memory = own + 2 * (shape.width_stride + shape.codes_stride)
@@ -293,58 +404,52 @@ def forward(
     codes = own + 2 * shape.width_stride if alone else shape.codes
     low, high = (0, rows) if alone else (rows * thread // threads, rows * (thread + 1) // threads)
     values, stride = (codes, shape.codes_stride) if int8 else (act, shape.width_stride)
-    for m in range(rows * thread // threads, rows * (thread + 1) // threads):
-        embed(shape, table, tokens[m], positions[m], shape.x + m * shape.width_stride)
-    meetings = meet(job, threads, meetings)
+    mixed, mixed_stride = (codes, shape.codes_stride) if int8 else (shape.mixed, shape.width_stride)
+    middle = shape.middle_codes if int8 else shape.middle
+    middle_stride = shape.middle_codes_stride if int8 else shape.middle_stride
+    base = act if shape.post_norm else shape.x
+    narrow_begin, narrow_end = share(shape.width, thread, threads)
     for layer in range(shape.layers):
         at = table[layer * pack.PER_LAYER : (layer + 1) * pack.PER_LAYER]
-        prepare(shape, at[pack.ATTN_NORM], act, codes, depth, low, high)
+        prepare(shape, at[pack.ATTN_NORM], act, codes, low, high)
         if not alone:
             meetings = meet(job, threads, meetings)
-        begin, end = share(3 * width, thread, threads)
-        multiply_panels(
-            kind, at[QKV], depth, begin, end, values, stride, rows, at[QKV_BIAS], shape.qkv, shape.qkv_stride, panel
-        )
+        begin, end = share(3 * shape.width, thread, threads)
+        project(shape, at[QKV], at[QKV_BIAS], values, stride, shape.qkv, shape.qkv_stride, 0, rows, begin, end, panel)
         meetings = meet(job, threads, meetings)
         attention(shape, layer, thread, slots, positions, rows, memory)
         meetings = meet(job, threads, meetings)
-        mixed, mixed_stride = shape.mixed, shape.width_stride
         if int8:
-            for m in range(low, high):
-                quantise(mixed + m * mixed_stride, width, codes + m * shape.codes_stride, depth, 0, depth // GROUP)
+            quantise_mixed(shape, codes, low, high)
             if not alone:
                 meetings = meet(job, threads, meetings)
-            mixed, mixed_stride = codes, shape.codes_stride
-        base = act if shape.post_norm else shape.x
-        return_to_stream(shape, at[OUT], at[OUT_BIAS], depth, mixed, mixed_stride, base, rows, thread)
+        return_to_stream(
+            shape, at[OUT], at[OUT_BIAS], depth, mixed, mixed_stride, base, 0, rows, narrow_begin, narrow_end, panel
+        )
         meetings = meet(job, threads, meetings)
-        prepare(shape, at[pack.MLP_NORM], act, codes, depth, low, high)
+        prepare(shape, at[pack.MLP_NORM], act, codes, low, high)
         if not alone:
             meetings = meet(job, threads, meetings)
         begin, end = share(shape.hidden, thread, threads)
-        multiply_panels(
-            kind, at[UP], depth, begin, end, values, stride, rows, at[UP_BIAS], shape.middle, shape.middle_stride, panel
+        project(
+            shape, at[UP], at[UP_BIAS], values, stride, shape.middle, shape.middle_stride, 0, rows, begin, end, panel
         )
-        for m in range(rows):
-            row = shape.middle + m * shape.middle_stride
-            activate(carray(lanes.floats_at(row + begin * PANEL * 4), ((end - begin) * PANEL,)), shape.activation)
-            if int8:
-                out = shape.middle_codes + m * shape.middle_codes_stride
-                quantise(row, padded(shape.hidden), out, hidden_depth, begin // 2, end // 2)
+        activate_middle(shape, 0, rows, begin, end)
         meetings = meet(job, threads, meetings)
-        middle, middle_stride = shape.middle, shape.middle_stride
-        if int8:
-            middle, middle_stride = shape.middle_codes, shape.middle_codes_stride
-        return_to_stream(shape, at[DOWN], at[DOWN_BIAS], hidden_depth, middle, middle_stride, base, rows, thread)
+        return_to_stream(
+            shape, at[DOWN], at[DOWN_BIAS], hidden_depth, middle, middle_stride, base, 0, rows, narrow_begin,
+            narrow_end, panel,
+        )  # fmt: skip
         meetings = meet(job, threads, meetings)
-    return head(shape, table, job, thread, wanted, heads_wanted, depth, meetings)
+    return meetings
 
 
 @compiled
-def head(shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int, depth: int, meetings: int) -> int:
+def head(shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int, meetings: int) -> int:
     """Final norm of the wanted rows, and the logits of a model that continues text."""
     threads, at = shape.threads, table[shape.layers * pack.PER_LAYER :]
     act, norm = shape.act if shape.cached else shape.logits, at[pack.FINAL_NORM]
+    depth = padded(shape.width) if shape.int8 else shape.width
     for m in range(rows * thread // threads, rows * (thread + 1) // threads):
         normalise(shape.x + wanted[m] * shape.width_stride, act + m * shape.width_stride, shape.width, norm)
         if shape.cached and shape.int8:

@@ -31,6 +31,8 @@ SIGNED_DOT = ARM and bool(FEATURES.get("dotprod"))  # weights are brought back t
 # two products of neighbouring bytes are summed in 16 bits, so activations are rounded such that the sum fits
 PAIRED_DOT = bool(FEATURES.get("avx2")) and not VNNI
 WIDE = bool(FEATURES.get("avx512f"))
+# whether weights for few rows come faster when code asks for them early; AMD's own prefetcher is faster alone
+EARLY = WIDE and not llvm.get_host_cpu_name().startswith("znver")
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
@@ -60,11 +62,17 @@ def load(builder: Any, address: Any, offset: Any, kind: Any, align: int = 4) -> 
     return builder.load(pointer_to(builder, address, offset, kind), align=align)
 
 
-def times(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
-    """A loop of `count` rounds (at least one) that hands the carried values from round to round."""
+def times(
+    builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]], *,
+    maybe_none: bool = False,
+) -> list[Any]:  # fmt: skip
+    """A loop of `count` rounds (at least one, unless there may be none) that hands the carried values on."""
     before = builder.block
     inside, after = builder.append_basic_block("round"), builder.append_basic_block("done")
-    builder.branch(inside)
+    if maybe_none:
+        builder.cbranch(builder.icmp_signed(">", count, whole(0)), inside, after)
+    else:
+        builder.branch(inside)
     builder.position_at_end(inside)
     index = builder.phi(I64)
     index.add_incoming(whole(0), before)
@@ -72,13 +80,19 @@ def times(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, lis
     for phi, value in zip(phis, carried, strict=True):
         phi.add_incoming(value, before)
     results = body(index, phis)
-    following = builder.add(index, whole(1))
-    index.add_incoming(following, builder.block)
+    following, end = builder.add(index, whole(1)), builder.block
+    index.add_incoming(following, end)
     for phi, value in zip(phis, results, strict=True):
-        phi.add_incoming(value, builder.block)
+        phi.add_incoming(value, end)
     builder.cbranch(builder.icmp_signed("<", following, count), inside, after)
     builder.position_at_end(after)
-    return results
+    if not maybe_none:
+        return results
+    found = [builder.phi(value.type) for value in carried]
+    for phi, none, value in zip(found, carried, results, strict=True):
+        phi.add_incoming(none, before)
+        phi.add_incoming(value, end)
+    return found
 
 
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:

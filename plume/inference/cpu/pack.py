@@ -32,7 +32,7 @@ from plume.util.places import user_cache
 if TYPE_CHECKING:
     from plume.model.heads import Model
 
-FORMAT = 5  # raise when the order changes: older files are then written anew
+FORMAT = 6  # raise when the order changes: older files are then written anew
 PAGE = 4096
 HASHED_TOGETHER = 1 << 24  # bytes of one part of a hash
 TABLE = "body.embed.tokens.weight"
@@ -62,6 +62,7 @@ class Shape(NamedTuple):
     post_norm: int
     activation: int
     kind: int  # of the weights, see panels.py
+    token_kind: int  # of the token rows
     int8: int  # whether activations are bytes, too
     capacity: int  # tokens a slot can hold, a multiple of LANES
     threads: int
@@ -130,8 +131,7 @@ def entries(
         return np.concatenate([state[f"{name}.weight"], state[f"{name}.bias"], epsilon]).astype(np.float32)
 
     def vector(*names: str) -> Array:
-        parts = [state.get(f"{name}.bias", np.zeros(len(state[f"{name}.weight"]), np.float32)) for name in names]
-        whole = np.concatenate(parts)
+        whole = np.concatenate([state.get(f"{n}.bias", np.zeros(len(state[f"{n}.weight"]), np.float32)) for n in names])
         return np.pad(whole, (0, padded(len(whole)) - len(whole))).astype(np.float32)
 
     post, table = config.norm == "post", list[Array | None]()
@@ -153,12 +153,13 @@ def entries(
             vector(f"{mlp}.down"),
         ]
         before_attention = norm(f"{block}.mlp.norm")
+    tokens = forms.panels(state[TABLE][: config.vocab_size], precision=rows_precision(config, precision, logits))
     return [
         *table,
         _positions(state, config),
         before_attention if post else norm("body.norm"),
-        panels(state["head.output.weight" if own_output(config, logits) else TABLE][: config.vocab_size]),
-        panels(state[TABLE][: config.vocab_size]) if own_output(config, logits) else None,
+        panels(state["head.output.weight"][: config.vocab_size]) if own_output(config, logits) else tokens,
+        tokens if own_output(config, logits) else None,
     ]
 
 
@@ -184,6 +185,11 @@ def own_output(config: ModelConfig, logits: bool) -> bool:
     return logits and not config.tie_embeddings
 
 
+def rows_precision(config: ModelConfig, precision: Precision, logits: bool) -> Precision:
+    """Of the token table: with rows that are looked up and never multiplied, four bits would save no time."""
+    return "int8" if precision == "int4" and not (logits and config.tie_embeddings) else precision
+
+
 def pack(model: Model, precision: PrecisionOrAuto) -> Packed:
     """Pack in memory; auto is float24 if it holds for every matrix."""
     state = {name: tensor.detach().float().cpu().numpy() for name, tensor in model.state_dict().items()}
@@ -203,18 +209,18 @@ def pack(model: Model, precision: PrecisionOrAuto) -> Packed:
 def entry_sizes(config: ModelConfig, precision: Precision, *, logits: bool = True) -> list[int]:
     """Bytes of each entry, without the weights; 0 where there is none."""
 
-    def panels(n: int, k: int) -> int:
-        return padded(n) // PANEL * forms.panel_bytes(forms.KINDS[precision], k)
+    def panels(n: int, k: int, kind: Precision = precision) -> int:
+        return padded(n) // PANEL * forms.panel_bytes(forms.KINDS[kind], k)
 
     def matrix(n: int, k: int) -> list[int]:
         return [panels(n, k), 4 * padded(n)]
 
     width, ffn, norm = config.width, config.ffn_width, 4 * (2 * config.width + 1)
     block = [norm, *matrix(3 * width, width), *matrix(width, width), norm, *matrix(ffn, width), *matrix(width, ffn)]
-    table = panels(config.vocab_size, width)
-    tokens = table if own_output(config, logits) else 0
+    tokens = panels(config.vocab_size, width, rows_precision(config, precision, logits))
+    tables = [panels(config.vocab_size, width), tokens] if own_output(config, logits) else [tokens, 0]
     places = 4 * (1 + max(1, config.segments) * config.context * width)
-    sizes = [*block * config.layers, places, norm, table, tokens]
+    sizes = [*block * config.layers, places, norm, *tables]
     if config.norm == "post" and not config.embed_norm:
         sizes[0] = 0
     return sizes

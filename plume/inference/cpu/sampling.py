@@ -2,7 +2,8 @@
 
 # V vocabulary. A token's key is the distance of its score from the highest. What a truncation keeps is a `Cut`: keys
 # below it, and equal ones up to an id. No row is sorted or copied together; groups of tokens that a cut leaves nothing
-# of are skipped.
+# of are skipped. Long loops run over parts of arrays from 0 on: an index that might be negative, for all the compiler
+# knows, makes it gather numbers one by one.
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import numpy as np
 from numba import carray
 
 from plume.inference.cpu import lanes
-from plume.inference.cpu.arithmetic import exp
+from plume.inference.cpu.arithmetic import S40, exp, exp_bound, gumbel, mixed
 from plume.inference.cpu.lanes import compiled, entry, larger
 
 BUCKETS = 1024
@@ -22,14 +23,9 @@ WIDEST = np.float32(32)  # keys from here on share the last bucket: together the
 GROUPED = 64  # tokens of which the likeliest stands for all
 BLOCK = 512  # tokens whose noise is bounded together
 FEW = 512  # candidates that are sorted at once
-GOLDEN, FIRST, SECOND = (np.uint64(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-S12, S27, S30, S31, S40 = (np.uint64(n) for n in (12, 27, 30, 31, 40))
-UNIT = 2.0**-52
-SLACK = np.float32(1.0001)  # more than the rounding of the bound
-LOG2_E, BIAS, STEPS = np.float32(1.44269504), np.float32(127), np.float32(2.0**23)
 LOWEST, NOTHING, ALL = np.float32(-3.4e38), np.float32(-1), np.float32(np.inf)
 NONE = np.int64(-1)  # an id before all
-WORTH_HALVING = np.float32(6)
+EXCLUDED = np.float32(1e9)  # in an order of candidates
 USUAL, OPENAI = 0, 1
 BEST = 128  # groups that are put in order at once
 MOST = 32  # tokens whose log-probabilities a row can be asked for
@@ -97,37 +93,14 @@ def ints(address: int, n: int) -> Any:
 
 
 @compiled
-def mixed(x: Any) -> Any:
-    """64 bits to 64 bits, each output bit depending on all input bits (splitmix64's finaliser)."""
-    x = x + GOLDEN
-    x = (x ^ (x >> S30)) * FIRST
-    x = (x ^ (x >> S27)) * SECOND
-    return x ^ (x >> S31)
-
-
-@compiled
-def gumbel(key: Any, token: int) -> float:
-    """The noise of one token, as sampler.noise defines it."""
-    bits = mixed(key ^ mixed(np.uint64(token)))
-    return -math.log(-math.log((np.float64(bits >> S12) + 0.5) * UNIT))
-
-
-@compiled
-def exp_bound(x: Any) -> Any:
-    """At least e to the x, at most 6 % more, for few instructions: between powers of two it is a line."""
-    steps = min(max(x * LOG2_E + BIAS, np.float32(0)), np.float32(254))
-    return lanes.float_of_bits(np.int32(steps * STEPS)) * SLACK
-
-
-@compiled
 def group_tops(scores: Any, n: int, work: Work) -> Any:
     """The highest score of each group of neighbours, and of all."""
     highest, groups = LOWEST, (n + GROUPED - 1) // GROUPED
     tops = floats(work.tops, groups)
     for g in range(groups):
-        top = LOWEST
-        for i in range(g * GROUPED, min(n, (g + 1) * GROUPED)):
-            top = larger(top, scores[i])
+        top, group = LOWEST, scores[g * GROUPED : (g + 1) * GROUPED]
+        for i in range(group.size):
+            top = larger(top, group[i])
         tops[g] = top
         highest = larger(highest, top)
     return highest
@@ -172,15 +145,16 @@ def penalise(request: Any, work: Work) -> None:
 
 
 @compiled
-def nearest_keys(work: Work, keys: Any, n: int, widest: Any, highest: Any, scale: Any, grouped: bool) -> int:
+def nearest_keys(work: Work, n: int, widest: Any, highest: Any, scale: Any) -> int:
     """Note the candidates with keys up to this; returns how many. Groups whose best one is farther are skipped."""
     found, groups = 0, (n + GROUPED - 1) // GROUPED
     tops, near, near_keys = floats(work.tops, groups), ints(work.near, n), floats(work.near_keys, n)
     for g in range(groups):
-        if grouped and highest / scale - tops[g] / scale > widest:
+        if highest / scale - tops[g] / scale > widest:
             continue
-        for i in range(g * GROUPED, min(n, (g + 1) * GROUPED)):
-            near[found], near_keys[found] = i, keys[i]  # overwritten by the next one unless it is near
+        keys = floats(work.keys, n)[g * GROUPED : (g + 1) * GROUPED]
+        for i in range(keys.size):
+            near[found], near_keys[found] = g * GROUPED + i, keys[i]  # overwritten by the next one unless it is near
             found += int(keys[i] <= widest)
     return found
 
@@ -274,42 +248,66 @@ def cut_top_k(work: Work, n: int, k: int, highest: Any, scale: Any) -> Cut:
     for i in range(n):
         masses[i] = np.float32(1)
     widest = highest / scale - kth_top(work, (n + GROUPED - 1) // GROUPED, k) / scale
-    near = nearest_keys(work, floats(work.keys, n), n, widest, highest, scale, True)
+    near = nearest_keys(work, n, widest, highest, scale)
     return cut_near(work, near, float(k), USUAL, masses)
 
 
 @compiled
 def cut_top_p(work: Work, n: int, request: Any, cut: Cut, highest: Any, total: float) -> Cut:
-    """The likeliest until p. Tokens behind `widest` have less than 1 - p together; mostly half of it is enough."""
-    keys, masses, near_ids = floats(work.keys, n), floats(work.masses, n), ints(work.near, n)
-    widest, p, scale, mass, near = cut.key, request.top_p, np.float32(request.temperature), 0.0, 0
-    if p < 1:
-        widest = min(widest, np.float32(math.log(n / ((1 - p) * total)) + 0.01))
-    if widest > WORTH_HALVING:
-        near = nearest_keys(work, keys, n, widest / np.float32(2), highest, scale, True)
-        for i in range(near):
-            mass += masses[near_ids[i]]
-    if mass <= p * total:
-        near = nearest_keys(work, keys, n, widest, highest, scale, True)
-    found = cut_near(work, near, p * total, request.rule, masses)
+    """The likeliest until p, where a rule after it has to know them all."""
+    near = nearest_keys(work, n, cut.key, highest, np.float32(request.temperature))
+    found = cut_near(work, near, request.top_p * total, request.rule, floats(work.masses, n))
     if found.key < cut.key:
         return found
     return Cut(cut.key, min(cut.last, found.last)) if found.key == cut.key else cut
 
 
 @compiled
-def cut_typical(work: Work, n: int, p: float, cut: Cut) -> Cut:
-    """Those whose surprise is nearest to the expected one; `order` becomes those distances, which are then the keys."""
-    total, entropy = weigh(work, n, cut), 0.0
+def order_by_typicality(work: Work, n: int, cut: Cut) -> tuple[int, float]:
+    """`order` becomes how far each candidate's surprise is from the expected one; returns the nearest candidate, and
+    the sum of their masses."""
+    total, entropy, nearest = weigh(work, n, cut), 0.0, 0
     keys, masses, order = floats(work.keys, n), floats(work.masses, n), floats(work.order, n)
     log_total = math.log(total)
     for i in range(n):
         entropy += masses[i] / total * (keys[i] + log_total) if masses[i] > 0 else 0.0
     for i in range(n):
         distance = np.float32(abs(keys[i] + log_total - entropy))
-        order[i] = distance if masses[i] > 0 else np.float32(1e9)
-    near = nearest_keys(work, order, n, np.float32(1e8), np.float32(0), np.float32(1), False)
-    return cut_near(work, near, p * total, USUAL, masses)
+        order[i] = distance if masses[i] > 0 else EXCLUDED
+    for i in range(n):
+        nearest = i if order[i] < order[nearest] else nearest
+    return nearest, total
+
+
+@compiled
+def mass_before(order: Any, masses: Any, token: int) -> float:
+    """Of the candidates before this one: smaller in order, or equal with a smaller id."""
+    total, own = 0.0, order[token]
+    for start in range(0, order.size, BLOCK):
+        part, rank, mass = np.float32(0), order[start : start + BLOCK], masses[start : start + BLOCK]
+        for i in range(rank.size):
+            part += mass[i] if rank[i] < own else np.float32(0)
+        total += float(part)
+    equal, rank = np.float32(0), order[:token]
+    for i in range(rank.size):
+        equal += masses[i] if rank[i] == own else np.float32(0)
+    return total + float(equal)
+
+
+@compiled
+def draw_until(
+    work: Work, n: int, order: Any, by_key: bool, cut: Cut, first: int, request: Any, highest: Any, target: float,
+    rule: int,
+) -> int:  # fmt: skip
+    """A draw from the first candidates of an order, as many as reach a mass. Nobody has to know which they are: who
+    wins among all wins among those too, if it is one of them, and otherwise they are all before it."""
+    masses, scale = floats(work.masses, n), np.float32(request.temperature)
+    while True:
+        token = draw(work, n, order, by_key, cut, first, request.key, highest, scale)
+        before = mass_before(order, masses, token)
+        if token == first or (before < target if rule == USUAL else before + masses[token] <= target):
+            return token
+        cut = Cut(order[token], np.int64(token - 1))
 
 
 @compiled
@@ -324,37 +322,28 @@ def draw(work: Work, n: int, order: Any, by_key: bool, cut: Cut, first: int, key
     found, best = first, gumbel(key, first) - np.float64(keys[first])
     for start in range(0, n, BLOCK):
         count, limit, top = min(BLOCK, n - start), np.float32(best), LOWEST
+        near, rank, mixes = keys[start : start + count], order[start : start + count], hashes[start : start + count]
         for g in range(start // GROUPED, (start + count + GROUPED - 1) // GROUPED):
             top = larger(top, tops[g])
         if by_key and highest / scale - top / scale > cut.key:
             continue
         for i in range(count):
-            parts[i] = np.int32(mixed(key ^ np.uint64(hashes[start + i])) >> S40)  # the first 24 of 64 bits
+            parts[i] = np.int32(mixed(key ^ np.uint64(mixes[i])) >> S40)  # the first 24 of 64 bits
         for i in range(count):
             below_one = np.float32(np.int32(0xFFFFFF) - parts[i]) * np.float32(2.0**-24)  # at most 1 - uniform
-            reach = exp_bound(-keys[start + i] - limit) - below_one
-            bounds[i] = reach if order[start + i] <= cut.key else NOTHING
+            reach = exp_bound(-near[i] - limit) - below_one
+            bounds[i] = reach if rank[i] <= cut.key else NOTHING
         most = NOTHING
         for i in range(count):
             most = larger(most, bounds[i])
         if most < 0:
             continue
         for i in range(count):
-            if bounds[i] >= 0 and kept(cut, order[start + i], start + i):
-                value = gumbel(key, start + i) - np.float64(keys[start + i])
+            if bounds[i] >= 0 and kept(cut, rank[i], start + i):
+                value = gumbel(key, start + i) - np.float64(near[i])
                 if value > best:
                     found, best = start + i, value
     return found
-
-
-@compiled
-def highest_kept(work: Work, n: int, cut: Cut) -> int:
-    """The likeliest token that typical sampling keeps."""
-    first, order, keys = -1, floats(work.order, n), floats(work.keys, n)
-    for i in range(n):
-        if kept(cut, order[i], i) and (first < 0 or keys[i] < keys[first]):
-            first = i
-    return max(first, 0)
 
 
 @compiled
@@ -374,6 +363,7 @@ def sample(request: Any, scores: Any, work: Work, highest: Any) -> tuple[int, fl
         cut = cut_top_k(work, n, request.top_k, highest, scale)
     if request.top_p > 0:
         whole = weigh(work, n, cut)
+    if request.top_p > 0 and request.typical_p > 0:
         cut = cut_top_p(work, n, request, cut, highest, whole)
         if cut.key < 0:  # the likeliest alone passes p, and OpenAI's rule keeps it nevertheless
             cut = Cut(np.float32(0), first)
@@ -381,11 +371,15 @@ def sample(request: Any, scores: Any, work: Work, highest: Any) -> tuple[int, fl
         widest = -np.float32(math.log(request.min_p))
         cut = Cut(widest, n) if widest < cut.key else cut
     if request.typical_p > 0:
-        cut = cut_typical(work, n, request.typical_p, cut)
-        first = highest_kept(work, n, cut)
-        return draw(work, n, floats(work.order, n), False, cut, first, request.key, highest, scale), 0.0
-    whole = 0.0 if 0 < request.top_k < n else whole
-    return draw(work, n, keys, True, cut, first, request.key, highest, scale), whole
+        nearest, total = order_by_typicality(work, n, cut)
+        order, cut, target = floats(work.order, n), Cut(EXCLUDED, NONE), request.typical_p * total
+        return draw_until(work, n, order, False, cut, nearest, request, highest, target, USUAL), 0.0
+    if request.top_p > 0:
+        target = request.top_p * whole
+        token = draw_until(work, n, keys, True, cut, first, request, highest, target, request.rule)
+    else:
+        token = draw(work, n, keys, True, cut, first, request.key, highest, scale)
+    return token, 0.0 if 0 < request.top_k < n else whole
 
 
 @compiled
@@ -410,9 +404,9 @@ def note_top(request: Any, logits: Any, work: Work, k: int) -> None:
 def log_sum_exp(scores: Any, n: int, highest: Any) -> float:
     total = 0.0
     for start in range(0, n, BLOCK):  # so few that single precision adds them exactly enough
-        part = np.float32(0)
-        for i in range(start, min(n, start + BLOCK)):
-            part += exp(scores[i] - highest)
+        part, few = np.float32(0), scores[start : start + BLOCK]
+        for i in range(few.size):
+            part += exp(few[i] - highest)
         total += float(part)
     return float(highest) + math.log(total)
 

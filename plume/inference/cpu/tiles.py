@@ -20,37 +20,79 @@ from plume.inference.cpu.panels import CACHE_BYTES, FIXED, FULL, GROUP, HEADER, 
 NEAR, FAR = 2048, 8192  # bytes that weights are fetched before they are needed: to the core, and out of memory
 # tokens in a tile: as many sums as the registers hold, then the rest
 TOGETHER = (12, 8, 4, 2, 1) if lanes.WIDE else (3, 2, 1)
+PACKED = (6, 4, 2, 1) if lanes.WIDE else TOGETHER  # of int4, whose codes and short groups take more registers
 # with so many, a panel is taken in two halves: as many sums, and half as many weights to hold beside them
 HALVED = () if lanes.WIDE else (6,)
 WHOLE, HALVES = range(PANEL // LANES), [range(v, v + 1) for v in range(PANEL // LANES)]  # vectors of a panel
+STEP = 4  # columns, or quads of bytes, for which the lines of the next panel are fetched together
+FETCHERS = 96  # rows whose full tiles fetch the next panel: a line of 64 bytes with each step
 SUMMED = 128  # float products that are added up before their sum is added to the others
 
-Emit = Callable[[Any, Any], None]  # writes a tile's code: the builder, and the tile's eight arguments
+# writes a tile's code: the builder, and the tile's eight arguments; three more are where the panel after this one is to
+# be fetched from, how many bytes of it with each step, and half of that
+Emit = Callable[[Any, Any], None]
 
 
-def first_reader(tokens: int) -> bool:
-    """Whether a tile mostly meets panels that no tile before it has brought near: full ones are many to a panel."""
-    return tokens < TOGETHER[0]
+def _ahead(tokens: int, full: int = TOGETHER[0], bound: int = 4) -> list[tuple[int, int]]:
+    """How many bytes ahead a tile fetches weights, and how near. A full one mostly meets panels that others brought
+    near. Up to `bound` tokens a tile waits for memory alone, and some machines' own prefetcher is faster by itself."""
+    if not (lanes.WIDE if tokens > bound else lanes.EARLY):
+        return []
+    return [(NEAR, 3)] if tokens == full else [(NEAR, 3), (FAR, 1)]
 
 
 def _fetch(
-    builder: Any, panels: list[Any], offset: Any, size: int, end: Any, hop: Any, *, from_memory: bool = True
+    builder: Any, panels: list[Any], offset: Any, size: int, end: Any, hop: Any, distances: list[tuple[int, int]]
 ) -> None:
     """Ask for the bytes that these panels will need soon after this offset. Behind a panel's end its neighbour begins,
     which is being read already, so from there on those are meant that a hop further on are next."""
-    if not lanes.WIDE:  # there the machine's own prefetcher reads float32 weights faster alone: 33 GB/s, not 27
-        return
-    pointer = ir.PointerType()
-    kind = ir.FunctionType(ir.VoidType(), [pointer, lanes.I32, lanes.I32, lanes.I32])
-    fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", [], kind)
-    for ahead, closeness in ((NEAR, 3), (FAR, 1)) if from_memory else ((NEAR, 3),):
+    for ahead, closeness in distances:
         place = builder.add(offset, whole(ahead))
         past = builder.icmp_signed(">=", place, end)
         place = builder.add(place, builder.select(past, hop, whole(0)))
         for panel in panels:
             for line in range(0, size, 64):
-                at = builder.inttoptr(builder.add(panel, builder.add(place, whole(line))), pointer)
-                builder.call(fetch, [at, *(ir.Constant(lanes.I32, n) for n in (0, closeness, 1))])
+                _fetch_line(builder, builder.add(panel, builder.add(place, whole(line))), closeness)
+
+
+def _fetch_line(builder: Any, address: Any, closeness: int, *, write: bool = False) -> None:
+    pointer = ir.PointerType()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, lanes.I32, lanes.I32, lanes.I32])
+    fetch = builder.module.declare_intrinsic("llvm.prefetch.p0", [], kind)
+    how = [ir.Constant(lanes.I32, n) for n in (int(write), closeness, 1)]
+    builder.call(fetch, [builder.inttoptr(address, pointer), *how])
+
+
+def _part_of_following(
+    builder: Any, tokens: int, panel: Any, size: Any, row: Any, rows: Any, columns: Any
+) -> list[Any]:  # fmt: skip
+    """Where the full tile at this row begins to fetch the next panel, how many bytes it moves on with each step, and
+    half of that. The tiles of the first FETCHERS rows do it all, others ask for what is near already."""
+    few = builder.icmp_signed("<", rows, whole(FETCHERS))
+    fetchers = builder.select(few, rows, whole(FETCHERS))
+    steps = builder.udiv(builder.add(columns, whole(STEP - 1)), whole(STEP))
+    each = builder.udiv(builder.mul(size, whole(tokens)), builder.mul(fetchers, steps))
+    before = builder.udiv(builder.mul(size, row), fetchers)
+    each = builder.select(builder.icmp_signed("<", row, fetchers), builder.add(each, whole(1)), whole(0))
+    return [builder.add(panel, before), each, builder.udiv(each, whole(2))]
+
+
+def _fetch_out(builder: Any, out: Any, out_stride: Any, tokens: int) -> None:
+    """Ask for the lines that a tile will write."""
+    for token in range(tokens):
+        row = builder.add(out, builder.mul(out_stride, whole(token)))
+        for line in range(0, 4 * PANEL, 64):
+            _fetch_line(builder, builder.add(row, whole(line)), 3, write=True)
+
+
+def _fetch_following(builder: Any, following: list[Any], step: Any) -> None:
+    """Ask for the next panel's two lines of this step. Full tiles do, each for its part of the panel: the first of them
+    to meet it would wait otherwise, and wait longer than the others compute."""
+    if following:
+        at, each, half = following
+        at = builder.add(at, builder.mul(step, each))
+        _fetch_line(builder, at, 2)
+        _fetch_line(builder, builder.add(at, half), 2)
 
 
 def cache_tile(tokens: int, panels: int, item: int) -> Emit:
@@ -101,7 +143,7 @@ def _sum_of_products(
     vectors = len(part)
 
     def emit(builder: Any, args: Any) -> None:
-        weights, panel_stride, values, token_stride, start, out, out_stride, depth = args
+        weights, panel_stride, values, token_stride, start, out, out_stride, depth, *following = args
         panel_at = [builder.add(weights, builder.mul(panel_stride, whole(p))) for p in range(panels)]
         token_at = [builder.add(values, builder.mul(token_stride, whole(t))) for t in range(tokens)]
         end = builder.add(builder.mul(depth, whole(step)), whole(header))
@@ -113,7 +155,7 @@ def _sum_of_products(
             four = builder.mul(k, whole(4))
             w = [vector for at in panel_at for vector in read(builder, builder.add(at, offset))]
             if header:  # weights come from memory, keys and values are in the cache
-                _fetch(builder, panel_at, offset, step, end, hop, from_memory=first_reader(tokens))
+                _fetch(builder, panel_at, offset, step, end, hop, _ahead(tokens))
             for t in range(tokens):
                 value = splat(builder, load(builder, token_at[t], four, lanes.F32))
                 for i in range(panels * vectors):
@@ -123,7 +165,7 @@ def _sum_of_products(
 
         first = _starts(builder, start, panels * vectors, part.start)
         if header:
-            sums = _in_blocks(builder, depth, tokens * panels * vectors, body)
+            sums = _in_blocks(builder, depth, tokens * panels * vectors, body, following)
             scales = [load(builder, at, v * LANES * 4, FLOATS, align=32) for at in panel_at for v in part]
             sums = [
                 multiply_add(builder, total, scales[i % len(scales)], first[i % len(first)])
@@ -136,7 +178,9 @@ def _sum_of_products(
     return emit
 
 
-def _in_blocks(builder: Any, depth: Any, count: int, body: Callable[[Any, list[Any], Any], list[Any]]) -> list[Any]:
+def _in_blocks(
+    builder: Any, depth: Any, count: int, body: Callable[[Any, list[Any], Any], list[Any]], following: list[Any]
+) -> list[Any]:
     """So many sums over all columns, added up block by block: a long sum in one go would lose more digits."""
     zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * count
 
@@ -145,7 +189,20 @@ def _in_blocks(builder: Any, depth: Any, count: int, body: Callable[[Any, list[A
         left = builder.sub(depth, before)
         few = builder.icmp_signed("<", left, whole(SUMMED))
         columns = builder.select(few, left, whole(SUMMED))
-        sums = times(builder, columns, zeros, lambda k, carried: body(k, carried, before))
+
+        def step(s: Any, sums: list[Any]) -> list[Any]:
+            first = builder.add(builder.mul(s, whole(STEP)), before)
+            _fetch_following(builder, following, builder.add(s, builder.mul(b, whole(SUMMED // STEP))))
+            for k in range(STEP):
+                sums = body(whole(k), sums, first)
+            return sums
+
+        sums, done = zeros, whole(0)
+        if following:
+            sums = times(builder, builder.udiv(columns, whole(STEP)), sums, step, maybe_none=True)
+            done = builder.and_(columns, whole(-STEP))
+        rest, first = builder.sub(columns, done), builder.add(before, done)
+        sums = times(builder, rest, sums, lambda k, given: body(k, given, first), maybe_none=bool(following))
         return [builder.fadd(total, part) for total, part in zip(totals, sums, strict=True)]
 
     blocks = builder.sdiv(builder.add(depth, whole(SUMMED - 1)), whole(SUMMED))
@@ -197,7 +254,7 @@ def _bytes_times_bytes(
     together = 4 // packed  # loads of a round, 16 columns or twice 8
 
     def emit(builder: Any, args: Any) -> None:
-        weights, panel_stride, values, token_stride, start, out, out_stride, groups = args
+        weights, panel_stride, values, token_stride, start, out, out_stride, groups, *following = args
         panel_at = [builder.add(weights, builder.mul(panel_stride, whole(p))) for p in range(panels)]
         token_at = [builder.add(values, builder.mul(token_stride, whole(t))) for t in range(tokens)]
         scale_offset, start_offset = (builder.mul(groups, whole(n)) for n in (GROUP, GROUP + between))
@@ -209,14 +266,15 @@ def _bytes_times_bytes(
             begins = [
                 nothing if lanes.SIGNED_DOT else splat(builder, load(builder, one, at, lanes.I32)) for one in token_at
             ]
-            group_at, far = builder.mul(g, whole(group_bytes)), first_reader(tokens)
+            group_at = builder.mul(g, whole(group_bytes))
             if packed == 2:
-                _fetch(builder, panel_at, group_at, group_bytes, end, hop, from_memory=far)
+                _fetch(builder, panel_at, group_at, group_bytes, end, hop, _ahead(tokens, PACKED[0], 2))
             bases = [builder.add(at, group_at) for at in panel_at]
             bytes_at = [builder.add(at, builder.mul(g, whole(size))) for at in token_at]
 
             def steps(j: Any, totals: list[Any]) -> list[Any]:
                 totals = list(totals)
+                _fetch_following(builder, following, builder.add(builder.mul(g, whole(size // 16)), j))
                 for u in range(together):
                     quad = builder.add(builder.mul(j, whole(4 * together)), whole(4 * u))
                     row = builder.mul(quad, whole(PANEL))
@@ -224,15 +282,14 @@ def _bytes_times_bytes(
                     w = [load(builder, base, at, INTS, align=64) for base in bases for at in places]
                     if fetched and packed == 1:
                         at = builder.add(group_at, row)
-                        _fetch(builder, panel_at, at, vectors * LANES * 4, end, hop, from_memory=far)
+                        _fetch(builder, panel_at, at, vectors * LANES * 4, end, hop, _ahead(tokens))
                     sides = [w] if packed == 1 else list(zip(*(_unpacked(builder, both) for both in w), strict=True))
                     for t in range(tokens):
                         for side, levels in enumerate(sides):
                             at = builder.add(quad, whole(side * size // 2))
                             value = splat(builder, load(builder, bytes_at[t], at, lanes.I32))
-                            for i in range(panels * vectors):
-                                place = t * panels * vectors + i
-                                totals[place] = add(builder, totals[place], levels[i], value)
+                            for place, level in enumerate(levels, t * panels * vectors):
+                                totals[place] = add(builder, totals[place], level, value)
                 return totals
 
             first = [begins[t] for t in range(tokens) for _ in range(panels * vectors)]
@@ -274,7 +331,7 @@ def unpack_levels(typing: Any, panel: Any, groups: Any, out: Any) -> Any:
         def group(g: Any, _: list[Any]) -> list[Any]:
             at = builder.add(panel, builder.mul(g, whole(2 * PANEL + half)))
             to = builder.add(out, builder.mul(g, whole(4 * PANEL + 2 * half)))
-            _fetch(builder, [at], whole(0), 2 * PANEL + half, whole(FAR), whole(0))
+            _fetch(builder, [at], whole(0), 2 * PANEL + half, whole(FAR), whole(0), _ahead(1))
             for v in WHOLE:
                 scales = half_floats(builder, at, v * 2 * LANES)
                 builder.store(scales, pointer_to(builder, to, v * 4 * LANES, FLOATS), align=64)
@@ -344,16 +401,19 @@ def tile_of_cache(tokens: int, panels: int) -> Any:
     return call
 
 
-def panel_times_rows(kind: Callable[..., Emit]) -> Any:
+def panel_times_rows(kind: Callable[..., Emit], unit: int = 1, together: tuple[int, ...] = TOGETHER) -> Any:
     """One panel times all rows, by the largest tile that still fits: panel, values, stride, start, out, out stride,
-    depth, rows."""
+    depth (in units of so many float or a quarter as many columns), rows, where the next panel begins, and its bytes."""
     tiles = [(tokens, [kind(tokens, 1, half) for half in HALVES]) for tokens in HALVED]
-    tiles += [(tokens, [kind(tokens, 1)]) for tokens in TOGETHER]
+    tiles += [(tokens, [kind(tokens, 1)]) for tokens in together]
 
     @intrinsic
-    def call(typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
+    def call(
+        typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any, i: Any, j: Any
+    ) -> Any:  # fmt: skip
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            panel, values, stride, start, out, out_stride, depth, rows = args
+            panel, values, stride, start, out, out_stride, depth, rows, following_panel, size = args
+            columns = builder.mul(depth, whole(unit))
             with builder.goto_entry_block():
                 done = builder.alloca(lanes.I64)
             builder.store(whole(0), done)
@@ -368,14 +428,18 @@ def panel_times_rows(kind: Callable[..., Emit]) -> Any:
                 values_at, out_at = (
                     builder.add(at, builder.mul(row, step)) for at, step in ((values, stride), (out, out_stride))
                 )
+                given = [panel, whole(0), values_at, stride, start, out_at, out_stride, depth]
+                if lanes.WIDE and tokens == together[0]:
+                    given += _part_of_following(builder, tokens, following_panel, size, row, rows, columns)
+                    _fetch_out(builder, out_at, out_stride, tokens)
                 for emit in emits:
-                    emit(builder, (panel, whole(0), values_at, stride, start, out_at, out_stride, depth))
+                    emit(builder, given)
                 builder.store(following, done)
                 builder.branch(ask)
                 builder.position_at_end(after)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 8), codegen
+        return types.void(*[types.int64] * 10), codegen
 
     return call
 
@@ -390,7 +454,7 @@ def unpack(typing: Any, panel: Any, depth: Any, out: Any) -> Any:
         def column(k: Any, _: list[Any]) -> list[Any]:
             offset = builder.add(builder.mul(k, whole(FIXED)), whole(HEADER))
             to = builder.add(out, builder.add(builder.mul(k, whole(PANEL * 4)), whole(HEADER)))
-            _fetch(builder, [panel], offset, FIXED, offset, whole(0))
+            _fetch(builder, [panel], offset, FIXED, offset, whole(0), _ahead(1))
             for v, vector in enumerate(_fixed(builder, builder.add(panel, offset))):
                 builder.store(vector, pointer_to(builder, to, v * LANES * 4, FLOATS), align=64)
             return []
