@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import zstandard
 
 import plume
 from benchmarks.results import ROOT, Row, real, report, skip
+from plume.config import PretrainConfig, build, read_recipe
 from plume.util.hub import BUNDLED
 
 NAME = "plume-en"
@@ -40,7 +42,7 @@ PRONOUN = re.compile(r"\b(he|she|him|his|hers?|himself|herself)\b", re.IGNORECAS
 TO_SHE = {"he": "she", "him": "her", "his": "her", "himself": "herself"}
 TO_HE = {"she": "he", "herself": "himself"}
 WRAPPED = 75  # mean length of the lines of a novel below which its line ends are those of a page
-NAME_COPIES = 8  # of a sentence with both names and a pronoun, each with other names
+NAME_COPIES = 16  # of a sentence with both names and a pronoun, each with other names
 SENTENCES = (  # the pronoun at the end can only be the first name, or only the second
     ("Yesterday {she} gave {he} her book because she", "she"),
     ("Then {he} told {she} about his new house because he", "he"),
@@ -150,21 +152,41 @@ def sentence_files(english: Path, place: Path) -> None:
         (place / file).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def english_files(english: Path, place: Path) -> tuple[list[Path], list[float]]:
+    """The texts of the recipe `plume-en` below a folder, made once, and their weights."""
+    data = build(PretrainConfig, read_recipe(ROOT / "recipes" / "plume-en.toml")).data
+    files = [place / path for path in data.paths]
+    if not all(file.is_file() for file in files):
+        files[0].parent.mkdir(parents=True, exist_ok=True)
+        paragraphs = "".join(line + "\n" for novel in novels(english) for line in novel.split("\n") if line.strip())
+        files[0].write_text(paragraphs, encoding="utf-8")  # a document each: some of every novel are held out
+        sentence_files(english, files[0].parent)
+    return files, list(data.weights)
+
+
+def tokenizer_of(english: Path, place: Path) -> dict[str, Any]:
+    """The tokenizer of the recipe `plume-en`, made once, as a section of a recipe."""
+    wanted = build(PretrainConfig, read_recipe(ROOT / "recipes" / "plume-en.toml")).data.tokenizer
+    assert wanted.folder is not None
+    folder = place / wanted.folder
+    if not (folder / "tokenizer.json").is_file():
+        (place / "sample.txt").write_text(tokenizer_text(english), encoding="utf-8")
+        words = f"tokenizer train sample.txt --out {wanted.folder} --tokenizer.vocab_size {wanted.vocab_size}"
+        run(place, words)
+    return {"kind": wanted.kind, "folder": str(folder), "vocab_size": wanted.vocab_size}
+
+
 def make(english: Path, place: Path) -> None:
     """Tokenizer, pretraining by the recipe `plume-en`, and the folder in half precision."""
     place.mkdir(parents=True, exist_ok=True)
-    (place / "sample.txt").write_text(tokenizer_text(english), encoding="utf-8")
-    (place / "data" / "english").mkdir(parents=True, exist_ok=True)
-    rows = "".join(json.dumps({"text": novel}) + "\n" for novel in novels(english))
-    (place / "data" / "english" / "novels.jsonl").write_text(rows, encoding="utf-8")
-    sentence_files(english, place / "data" / "english")
-    commands = (
-        "tokenizer train sample.txt --out data/plume-en-tokenizer --tokenizer.vocab_size 8192",
-        "pretrain plume-en",
-        "import runs/plume-en --out plume-en --precision float16",
-    )
-    for command in commands:
-        subprocess.run([sys.executable, "-m", "plume", *command.split()], cwd=place, check=True)
+    english_files(english, place)
+    tokenizer_of(english, place)
+    run(place, "pretrain plume-en")
+    run(place, "import runs/plume-en --out plume-en --precision float16")
+
+
+def run(place: Path, command: str) -> None:
+    subprocess.run([sys.executable, "-m", "plume", *command.split()], cwd=place, check=True)
 
 
 # ---- measuring it --------------------------------------------------------------------------------------------------
