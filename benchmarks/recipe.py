@@ -28,6 +28,7 @@ from plume.text import load_tokenizer
 from plume.train.budget import GPT, REFERENCE_MUON_LR
 from plume.train.cooccurrence import counted_tokens, embeddings
 from plume.train.fused import fuse
+from plume.train.fused_softmax import compiled_softmax
 from plume.train.held_out import model_bits
 from plume.train.optim import Optimizers, rate
 from plume.train.pretrain import text_shares
@@ -91,9 +92,11 @@ def train(recipe: Recipe, data: Path, steps: int, seed: int) -> tuple[Model, lis
         optimizers.zero_grad()
         hidden = model.body(batch.tokens).flatten(0, 1)
         loss = (
-            sampled.loss(hidden, model.table, batch.targets.flatten())
+            sampled.loss(hidden, model.table, batch.targets.flatten(), softmax=compiled_softmax)
             if recipe.sized
-            else token_loss(hidden, model.table, batch.targets.flatten(), vocab_size=recipe.vocab_size)
+            else token_loss(
+                hidden, model.table, batch.targets.flatten(), vocab_size=recipe.vocab_size, softmax=compiled_softmax
+            )
         )
         (loss / batch.targets.numel()).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

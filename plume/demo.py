@@ -17,13 +17,14 @@ from plume.config import (
     TrainConfig,
     UserError,
 )
-from plume.util.console import harmless
+from plume.util.console import harmless, plural
 from plume.util.files import write_text
 from plume.util.run_folder import is_run
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from plume.train.budget import Sized
     from plume.train.pretrain import RunResult
 
 FOLDER = Path("runs/demo")  # unless another is named
@@ -48,15 +49,15 @@ def demo(config: DemoConfig) -> RunResult:
     console.rule("[bold]Plume[/]: from text to a language model", align="left")
     if config.folder is None and folder != FOLDER:
         console.print(f"{FOLDER} holds a run already; this one goes to {folder}.")
-    console.print(f"Sizing a GPT-2 for {config.minutes:g} minutes on this machine ...")
-    run, chosen = settings(replace(config, folder=folder))
+    console.print(f"Sizing a GPT-2 for {plural(config.minutes, 'minute')} on this machine ...")
+    run, chosen, ratio = settings(replace(config, folder=folder))
     console.print(f"Reading {', '.join(run.data.paths)}, training a tokenizer, then a GPT-2: {chosen}.")
     result = pretrain(run)
     if not result.outcome.finished:
         return result
-    show_losses(console, result, run.data.folder)
+    show_losses(console, result, run.data.folder, ratio)
     show_samples(console, config, result.model)
-    show_next(console, result)
+    show_next(console, result, config)
     return result
 
 
@@ -74,8 +75,8 @@ def run_folder(config: DemoConfig) -> Path:
     return config.folder
 
 
-def settings(config: DemoConfig) -> tuple[PretrainConfig, str]:
-    """A recipe sized by the text and the machine's speed, and what was chosen."""
+def settings(config: DemoConfig) -> Sized:
+    """A recipe sized by the text and the machine's speed."""
     from plume.train.budget import sized
 
     folder = run_folder(config)
@@ -108,10 +109,11 @@ def settings(config: DemoConfig) -> tuple[PretrainConfig, str]:
 # ---- output ---------------------------------------------------------------------------------------------------
 
 
-def show_losses(console: Console, result: RunResult, data: Path) -> None:
+def show_losses(console: Console, result: RunResult, data: Path, ratio: float | None = None) -> None:
     """What the held-out text takes by the model, beside what needs no model; nothing where too little was held out."""
     from rich.table import Table
 
+    from plume.train.budget import expected
     from plume.train.held_out import held_out_bits
 
     if result.outcome.validation is None:
@@ -119,9 +121,12 @@ def show_losses(console: Console, result: RunResult, data: Path) -> None:
         return
     table = Table("predicted by", "bits per byte", title="Held-out text", title_justify="left")
     table.columns[1].justify = "right"
-    for name, bits in held_out_bits(result.model, data).items():
-        table.add_row(NAMES.get(name, name), f"{bits:.2f}", style="bold" if name == "this model" else "")
+    bits = held_out_bits(result.model, data)
+    for name, value in bits.items():
+        table.add_row(NAMES.get(name, name), f"{value:.2f}", style="bold" if name == "this model" else "")
     console.print(table)
+    if ratio is not None:
+        console.print(expected(ratio, bits).capitalize(), highlight=False)
 
 
 def show_samples(console: Console, config: DemoConfig, folder: Path) -> None:
@@ -142,13 +147,17 @@ def show_samples(console: Console, config: DemoConfig, folder: Path) -> None:
     write_text(folder.parent / "samples.md", "".join(f"```\n{page}\n```\n\n" for page in pages))
 
 
-def show_next(console: Console, result: RunResult) -> None:
+def show_next(console: Console, result: RunResult, config: DemoConfig) -> None:
     folder, gap = shlex.quote(str(result.folder)), " " if console.width >= 80 else "\n    "  # as a shell wants it
     console.print(f"The loss curve is in {result.folder / 'loss.png'}, the model in {result.model}. Now you can:")
+    paths = " ".join(map(shlex.quote, config.text))
+    if config.encoding != DemoConfig().encoding:
+        paths += f" --data.encoding {config.encoding}"
+    longer = (f"plume pretrain auto --minutes 20 --data.paths {paths} --folder {folder}-20", "train longer")
     for command, what in (
         (f"plume generate {folder}", "generate text"),
         (f"plume explore {folder}", "inspect it in the browser"),
         (f"plume serve {folder}", "serve it with OpenAI's API"),
-        ("plume demo --text my_book.txt --folder runs/my_book", "train on your own text"),
+        longer if config.text else ("plume demo --text my_book.txt --folder runs/my_book", "train on your own text"),
     ):
         console.print(f"  [bold]{command:50}[/]{gap}{what}", highlight=False)

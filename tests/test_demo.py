@@ -28,7 +28,7 @@ from plume.train.held_out import held_out_bits
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(budget, "step_seconds", lambda model, batch, config: 0.05)
+    monkeypatch.setattr(budget, "speed", lambda model, config: (2e-5, 0.01))
 
 
 def test_every_frequent_letter_of_a_chinese_text_can_be_a_token(quick, tmp_path):
@@ -59,14 +59,14 @@ def test_the_last_validation_is_at_the_end(quick):
 def test_commands_are_shown_as_a_shell_wants_them():
     folder = Path("my runs/故 事")
     stream = io.StringIO()
-    demo.show_next(Console(file=stream, width=80), SimpleNamespace(folder=folder, model=folder / "model"))
+    demo.show_next(Console(file=stream, width=80), SimpleNamespace(folder=folder, model=folder / "model"), DemoConfig())
     commands = [line for line in stream.getvalue().splitlines() if line.startswith("  plume generate")]
     assert shlex.split(commands[0])[:3] == ["plume", "generate", str(folder)]
 
 
 def test_what_comes_next_fits_into_a_narrow_terminal():
     stream, folder = io.StringIO(), Path("runs/demo")
-    demo.show_next(Console(file=stream, width=60), SimpleNamespace(folder=folder, model=folder / "model"))
+    demo.show_next(Console(file=stream, width=60), SimpleNamespace(folder=folder, model=folder / "model"), DemoConfig())
     lines = [line.rstrip() for line in stream.getvalue().splitlines()]
     assert "  plume explore runs/demo" in lines and "    inspect it in the browser" in lines
     assert max(map(len, lines)) <= 60
@@ -117,7 +117,7 @@ def test_bits_per_byte_stand_beside_those_of_counts_and_xz(tmp_path):
     assert found["this model"] == pytest.approx(windows_by_transformers(model, tokens, held_out, 32), rel=1e-4)
     stream = io.StringIO()
     outcome = SimpleNamespace(loss=1.0, validation=1.0)
-    demo.show_losses(Console(file=stream, width=80), SimpleNamespace(outcome=outcome, model=model), data)
+    demo.show_losses(Console(file=stream, width=80), SimpleNamespace(outcome=outcome, model=model), data, 0.5)
     for words, number in (("bigram", found["bigram"]), ("xz", found["xz"]), ("this model", found["this model"])):
         assert any(words in row and f"{number:.2f}" in row for row in stream.getvalue().splitlines())
 
@@ -197,5 +197,12 @@ def test_a_run_is_replaced_only_with_overwrite(quick, monkeypatch, tmp_path):
     assert [run.overwrite for run in started] == [False, True]
     stream = io.StringIO()
     folder = demo.FOLDER
-    demo.show_next(Console(file=stream, width=120), SimpleNamespace(folder=folder, model=folder / "model"))
+    demo.show_next(
+        Console(file=stream, width=120), SimpleNamespace(folder=folder, model=folder / "model"), DemoConfig()
+    )
     assert "plume demo --text my_book.txt --folder runs/my_book" in stream.getvalue()
+    result = SimpleNamespace(folder=folder, model=folder / "model")
+    demo.show_next(Console(file=stream, width=120), result, DemoConfig(text=("a b.txt",), encoding="latin-1"))
+    longer = "plume pretrain auto --minutes 20 --data.paths 'a b.txt' --data.encoding latin-1 --folder"
+    assert longer in stream.getvalue().split("Now you can:")[2]
+    assert "plume demo" not in stream.getvalue().split("Now you can:")[2]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,6 +22,28 @@ CHUNK_ROWS, LARGEST_CHUNK = 256, 7_000_000  # but so many rows if all fit into m
 
 SCORED_NUMBERS = 1 << 21  # logits held at a time while scoring: few enough to stay in the processor's cache
 SCORED_COLUMNS = 2048  # tokens of the vocabulary that are scored together at least
+
+
+def softmax_slope(logits: Tensor, y: Tensor, raised: Tensor | None, smoothing: float) -> tuple[Tensor, Tensor]:
+    """Cross-entropies of (C, V) logits with (C,) smoothed targets, (C,), and their gradient by the logits, (C, V).
+
+    `raised` (C,) is added to each target's own logit. The memory of the logits may be that of the gradient.
+    """
+    at, exact = y[:, None], logits.float()
+    if raised is not None:
+        exact.scatter_add_(1, at, raised[:, None])
+    logp = exact.log_softmax(dim=1)
+    losses = (smoothing - 1) * logp.gather(1, at)[:, 0]
+    if smoothing:
+        losses = losses - smoothing * logp.mean(dim=1)
+    gradient = logp.exp_()
+    if smoothing:
+        gradient.sub_(smoothing / logp.shape[1])
+    gradient.scatter_add_(1, at, torch.full_like(at, smoothing - 1, dtype=gradient.dtype))
+    return losses, gradient.to(logits.dtype)
+
+
+Softmax = Callable[[Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]  # in this way, or a faster one
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -42,6 +64,7 @@ class ChunkedLoss(torch.autograd.Function):
         rows: int,
         weights: Tensor | None,  # (N,), of each target's loss; None means 1
         raised: Tensor | None,  # (N,), what is added to each target's own logit
+        softmax: Softmax,
     ) -> Tensor:
         wants = [ctx.needs_input_grad[i] for i in range(3)]
         words = table[:vocab_size].to(features.dtype)  # (V, D)
@@ -51,24 +74,19 @@ class ChunkedLoss(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if wants[2] and bias is not None else None
         for start in range(0, len(features), rows):
             x, y = features[start : start + rows], targets[start : start + rows]  # (C, D), (C,)
-            logits = F.linear(x, words, None if bias is None else bias.to(x.dtype)).float()  # (C, V)
-            share = (y != IGNORE).to(logits.dtype)  # (C,), 0 where there is no target
+            logits = F.linear(x, words, None if bias is None else bias.to(x.dtype))  # (C, V)
+            share = (y != IGNORE).to(total.dtype)  # (C,), 0 where there is no target
             share = share if weights is None else share * weights[start : start + rows]
-            y = y.clamp(min=0)[:, None]
-            if raised is not None:
-                logits.scatter_add_(1, y, raised[start : start + rows, None])
-            logp = logits.log_softmax(dim=1)  # (C, V)
-            total += smoothed(logp, y, smoothing) @ share
-            if not any(wants):
-                continue
-            gradient = slope(logp, y, smoothing)
+            own = None if raised is None else raised[start : start + rows]
+            losses, gradient = softmax(logits, y.clamp(min=0), own, smoothing)
+            total += (losses * share).sum()  # a product would be rounded by autocast
             if grad_bias is not None:
-                grad_bias += share @ gradient
-            gradient, share = gradient.to(x.dtype), share.to(x.dtype)[:, None]  # laid on rows of D below, not of V
+                grad_bias += share @ gradient.to(share.dtype)
+            share = share.to(x.dtype)[:, None]  # laid on rows of D below, not of V
             if grad_features is not None:
                 grad_features[start : start + rows] = (gradient @ words) * share
             if grad_table is not None:
-                grad_table[:vocab_size].addmm_(gradient.T.to(table.dtype), (x * share).to(table.dtype))
+                grad_table[:vocab_size] += gradient.T @ (x * share)
         ctx.gradients = (grad_features, grad_table, grad_bias)
         return total
 
@@ -76,21 +94,7 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [None if g is None else g.mul_(upstream[0]) for g in ctx.gradients]
         ctx.gradients = None
-        return (*scaled, None, None, None, None, None, None)
-
-
-def smoothed(logp: Tensor, y: Tensor, smoothing: float) -> Tensor:
-    """Cross-entropy of each row with its smoothed target, (C,)."""
-    losses = (smoothing - 1) * logp.gather(1, y)[:, 0]
-    return losses - smoothing * logp.mean(dim=1) if smoothing else losses
-
-
-def slope(logp: Tensor, y: Tensor, smoothing: float) -> Tensor:
-    """Its gradient by the logits, (C, V), in the memory of the log-probabilities."""
-    gradient = logp.exp_()
-    if smoothing:
-        gradient.sub_(smoothing / logp.shape[1])
-    return gradient.scatter_add_(1, y, torch.full_like(y, smoothing - 1, dtype=gradient.dtype))
+        return (*scaled, *(None,) * (len(ctx.needs_input_grad) - 3))
 
 
 def token_loss(
@@ -103,6 +107,7 @@ def token_loss(
     smoothing: float = 0.0,
     weights: Tensor | None = None,
     raised: Tensor | None = None,
+    softmax: Softmax = softmax_slope,
     chunk_numbers: int | None = None,
 ) -> Tensor:
     """The summed cross-entropy of (..., D) features against (...) targets, never holding all logits at once.
@@ -115,7 +120,7 @@ def token_loss(
     flat = features.reshape(-1, features.shape[-1])
     of_targets = [None if numbers is None else numbers.reshape(-1) for numbers in (weights, raised)]
     total: Tensor = ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        flat, table, bias, targets.reshape(-1), vocab_size, smoothing, rows, *of_targets
+        flat, table, bias, targets.reshape(-1), vocab_size, smoothing, rows, *of_targets, softmax
     )
     return total
 
@@ -141,7 +146,10 @@ class SampledSoftmax:
         places = torch.searchsorted(ids, targets.clamp(min=0)).where(targets != IGNORE, IGNORE)
         return ids, -torch.log1p(-absent).float(), places
 
-    def loss(self, features: Tensor, table: Tensor, targets: Tensor, bias: Tensor | None = None) -> Tensor:
+    def loss(
+        self, features: Tensor, table: Tensor, targets: Tensor, bias: Tensor | None = None,
+        softmax: Softmax = softmax_slope,
+    ) -> Tensor:  # fmt: skip
         """As token_loss, of (N, D) features against (N,) targets."""
         ids, raised, places = self.candidates(targets)
         return token_loss(
@@ -151,6 +159,7 @@ class SampledSoftmax:
             vocab_size=len(ids),
             bias=raised if bias is None else bias[ids] + raised,
             raised=-raised[places.clamp(min=0)],
+            softmax=softmax,
         )
 
 

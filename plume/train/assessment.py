@@ -179,6 +179,8 @@ def next_step(plan: FinetunePlan, verdict: Verdict | None, problems: set[str]) -
     if UNDERFITTING in problems:
         return "repeat with --search 8, which tries 8 learning rates and trains with the best"
     if verdict is not None and verdict.outcome != "better":
+        if verdict.score == 1.0 and verdict.metric not in ("mse", "bleu", "chrf"):
+            return "no row is wrong: measure on more rows, --task.validation FILE or --task.validation_fraction 0.3"
         if name is None:
             return f"add {rows}" + ("" if searched else ", or try --search 8")
         return f"{pretrained}; or add rows"

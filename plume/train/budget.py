@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
-from plume.config import DataConfig, ModelConfig, PretrainConfig, TrainConfig, UserError, build
+from plume.config import DataConfig, ModelConfig, ObjectiveConfig, PretrainConfig, TrainConfig, UserError, build
 from plume.data.batches import IGNORE
 from plume.data.documents import read_documents
 from plume.data.shards import read_manifest
@@ -18,14 +21,17 @@ from plume.data.sources import find_files
 from plume.data.tables import COMPRESSED, Tally
 from plume.model.heads import Model
 from plume.model.loss import SampledSoftmax, token_loss
+from plume.train.fused_softmax import compiled_softmax
 from plume.train.optim import Optimizers
-from plume.util.devices import best_seconds, pick_device
+from plume.train.size_law import CODE, LAW, SPREAD, fitted, new_tokens
+from plume.util.devices import best_seconds, choose_precision, pick_device
 from plume.util.run_folder import is_run, read_recipe_of
 
-SHAPES = ((2, 64), (3, 96), (4, 128), (4, 192), (4, 256), (6, 256), (6, 320), (8, 384), (8, 512), (12, 640), (12, 768))
+SHAPES = ((2, 64), (3, 96), (4, 128), (4, 192), (4, 256), (6, 256), (7, 288), (8, 384), (8, 512), (12, 640), (12, 768))
 HEAD_WIDTH = 32  # of narrow models; GPT-2's 64 from a width of 512 on
-CONTEXTS = {3e6: 64, 12e6: 128, math.inf: 256}  # by the most tokens to be read: every position is to be seen often
-TOKENS_PER_WEIGHT = 1.2  # of the blocks: with fewer a smaller model learns more in the same time
+CONTEXTS = {10e6: 64, 20e6: 128, math.inf: 256}  # by the most tokens to be read: every position is to be seen often
+SHORTER, SHORT_FRACTION = {256: (64, 128)}, 0.88  # sequences of most steps of long runs
+BATCH_TOKENS = {5e6: 2048, 20e6: 4096, math.inf: 8192}  # of a step, likewise
 REFERENCE_TOKENS = 4e6  # of the run that rates and batch were searched for
 REFERENCE_MUON_LR, REFERENCE_WIDTH = 0.03, 128
 PASSES = 8  # over a small text, at most
@@ -36,6 +42,8 @@ PACKED = 3  # bytes of text in a byte of a compressed file
 LETTERS_READ = 4_000_000  # characters of the text in which letters are counted
 LETTER_SEEN = 10  # times, and a letter of several bytes is to be one token
 MICRO_TOKENS = 2048  # of a measured step
+# seconds of measuring each size: a part of the time, at most; shorter ones meet the machine in a fast or a slow moment
+MEASURED, MEASURED_MOST = 0.003, 3.0
 OVERHEAD = 1.2  # validation, logging, checkpoints, reading; and steps that are slower than the fastest few
 
 
@@ -55,37 +63,104 @@ def rules(model: ModelConfig) -> Rules:
     return GPT if model.causal else BERT
 
 
-def sized(config: PretrainConfig) -> tuple[PretrainConfig, str]:
-    """The config for its `minutes`, and what was chosen. A run that is resumed stays as it began."""
+class Sized(NamedTuple):
+    config: PretrainConfig
+    said: str  # what was chosen and why
+    ratio: float | None  # expected bits per byte over those of a bigram model, if it is known
+
+
+def sized(config: PretrainConfig) -> Sized:
+    """The config for its `minutes`. A run that is resumed stays as it began."""
     assert config.minutes is not None
     if config.resume and is_run(config.folder):
         began = build(PretrainConfig, {**read_recipe_of(config.folder), "folder": str(config.folder)})
-        return replace(began, resume=True), "resumed with the settings it began with"
+        return Sized(replace(began, resume=True), "resumed with the settings it began with", None)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("minutes sizes a run for one process; start the recipe.toml of such a run under torchrun")
     size = 0 if config.prepared is not None else text_bytes(config.data)
-    unique = size / BYTES_PER_TOKEN if size else float("inf")
     letters = 0 if config.prepared is not None else wide_letters(config.data)
-    most = PASSES * unique
-    model: ModelConfig | None = None
-    tokens = 0.0
+    unique = size / BYTES_PER_TOKEN if config.prepared is None else prepared_tokens(config.prepared)
+    best: Affordable | None = None
     for layers, width in SHAPES:
-        trial = shaped(config, layers, width, size // rules(config.model).bytes_per_row, 256 + 2 * letters)
-        seconds = step_seconds(trial, batch_for(trial, config.minutes), config)
-        read = min(config.minutes * 60 / seconds * batch_for(trial, config.minutes) * trial.context, most)
-        if model is not None and read < TOKENS_PER_WEIGHT * 12 * layers * width**2:
+        model = shaped(config, layers, width, size // rules(config.model).bytes_per_row, 256 + 2 * letters)
+        choice = read_in(config, model, unique)
+        if best is not None and choice.ratio >= best.ratio:  # from the best size on it only rises
             break
-        model, tokens = trial, read
-    assert model is not None
-    model = replace(model, context=next(length for limit, length in CONTEXTS.items() if tokens <= limit))
-    batch = batch_for(model, config.minutes)
-    seconds, rows = step_seconds(model, batch, config), batch * model.context
-    steps = max(20, 5 * round(min(config.minutes * 60 / seconds, most / rows) / 5))
-    return with_size(config, model, batch, steps), (
+        best = choice
+    assert best is not None
+    length = next(length for limit, length in CONTEXTS.items() if best.tokens <= limit)
+    chosen = read_in(config, replace(best.model, context=length), unique)
+    ratio = chosen.ratio * (CODE if config.data.paths == ("python:stdlib",) else 1.0)
+    known = ratio if config.model.causal else None
+    return Sized(with_size(config, chosen.model, chosen.batch, chosen.steps), said(chosen, known), known)
+
+
+def announced(config: PretrainConfig) -> tuple[PretrainConfig, float | None]:
+    """The config for its `minutes`, once it is printed, and the expected ratio."""
+    chosen = sized(config)
+    print(chosen.said, file=sys.stderr)
+    return chosen.config, chosen.ratio
+
+
+class Affordable(NamedTuple):
+    """A model and what it can read in the time."""
+
+    model: ModelConfig
+    batch: int
+    steps: int
+    speed: float  # tokens/s
+    ratio: float  # expected bits per byte over those of a bigram model
+    tokens: int
+
+
+def said(choice: Affordable, ratio: float | None) -> str:
+    model, weights, tokens = choice.model, block_weights(choice.model), choice.tokens
+    words = (
         f"{model.layers} layers of width {model.width}, vocabulary {model.vocab_size:,}, context {model.context}, "
-        f"{steps:,} steps of {batch} sequences ({steps * rows / 1e6:.1f} million tokens at {rows / seconds:,.0f} "
-        f"tokens/s measured here, {steps * rows / (12 * model.layers * model.width**2):.1f} per weight of the blocks)"
+        f"{choice.steps:,} steps of {choice.batch} sequences ({tokens:,} tokens at {choice.speed:,.0f} tokens/s "
+        f"measured here, {tokens / weights:.1f} per weight of the blocks"
     )
+    if ratio is None:
+        return f"{words})"
+    far = "" if fitted(weights, tokens) else "; extrapolated, the law was fitted to smaller runs"
+    return f"{words}); expected bits per byte: {ratio:.2f} of a bigram model's{far}"
+
+
+def expected(ratio: float, bits: dict[str, float]) -> str:
+    """What came, beside what the law expects; `bits` as of held_out_bits."""
+    low, high = (ratio * bits["bigram"] * (1 + side * SPREAD) for side in (-1, 1))
+    return (
+        f"held-out text: {bits['this model']:.2f} bits per byte, a bigram model {bits['bigram']:.2f}; "
+        f"expected of this size and these tokens: {low:.2f} to {high:.2f}"
+    )
+
+
+def read_in(config: PretrainConfig, model: ModelConfig, unique: float) -> Affordable:
+    """What a model reads in the time, at most PASSES times over the text, and how well it should do then."""
+    assert config.minutes is not None
+    per_token, update = speed(model, config)
+    seconds, most = config.minutes * 60 / OVERHEAD, PASSES * unique
+    guess = min(seconds / (per_token + update / BATCH_TOKENS[math.inf]), most)
+    length = mean_length(objective_for(config, model.context), model.context)
+    batch = batch_for(length, guess)
+    rows = batch * length
+    per_step = per_token * rows + update
+    affordable = min(seconds / per_step, most / rows)
+    ratio = LAW.ratio(block_weights(model), new_tokens(affordable * rows, unique))
+    steps = max(20, 5 * round(affordable / 5))
+    return Affordable(model, batch, steps, rows / per_step / OVERHEAD, ratio, round(steps * rows))
+
+
+def mean_length(objective: ObjectiveConfig, context: int) -> float:
+    """Of the sequences of all steps."""
+    longest = min(context, objective.length or context)
+    if not objective.short_lengths:
+        return longest
+    return objective.short_fraction * fmean(objective.short_lengths) + (1 - objective.short_fraction) * longest
+
+
+def block_weights(model: ModelConfig) -> int:
+    return 12 * model.layers * model.width**2
 
 
 def shaped(config: PretrainConfig, layers: int, width: int, most: int, least: int) -> ModelConfig:
@@ -106,14 +181,14 @@ def shaped(config: PretrainConfig, layers: int, width: int, most: int, least: in
     )
 
 
-def batch_for(model: ModelConfig, minutes: float) -> int:
-    """Sequences: 2,048 tokens for two minutes, more for longer runs, whose gradients are smaller than their noise."""
-    doublings = max(0, round(max(0.0, minutes / 2 - 1) ** 0.25 - 0.5))
-    return max(1, (2048 << doublings) // model.context)
+def batch_for(length: float, tokens: float) -> int:
+    """Sequences: 2,048 tokens up to a few million in all, more in longer runs, whose gradients are less than noise."""
+    return max(1, int(next(size for limit, size in BATCH_TOKENS.items() if tokens <= limit) // length))
 
 
 def with_size(config: PretrainConfig, model: ModelConfig, batch: int, steps: int) -> PretrainConfig:
-    longer = max(1.0, steps * batch * model.context / REFERENCE_TOKENS) ** -0.25
+    objective = objective_for(config, model.context)
+    longer = max(1.0, steps * batch * mean_length(objective, model.context) / REFERENCE_TOKENS) ** -0.25
     train = replace(
         config.train,
         steps=steps,
@@ -134,10 +209,18 @@ def with_size(config: PretrainConfig, model: ModelConfig, batch: int, steps: int
         model=model,
         train=train,
         data=data,
-        objective=replace(config.objective, sampled_softmax=drawn(config)),
+        objective=objective,
         minutes=None,
         embedding_init="cooccurrence",
     )
+
+
+def objective_for(config: PretrainConfig, context: int) -> ObjectiveConfig:
+    """Short sequences first where the recipe has none of its own: most of a text is predicted from few tokens."""
+    objective = replace(config.objective, sampled_softmax=drawn(config))
+    if objective.short_lengths or context not in SHORTER:
+        return objective
+    return replace(objective, short_lengths=SHORTER[context], short_fraction=SHORT_FRACTION)
 
 
 def drawn(config: PretrainConfig) -> int | None:
@@ -145,6 +228,10 @@ def drawn(config: PretrainConfig) -> int | None:
     if config.objective.sampled_softmax is not None or config.train.label_smoothing:
         return config.objective.sampled_softmax
     return rules(config.model).sampled
+
+
+def prepared_tokens(folder: Path) -> int:
+    return sum(shard.tokens for shard in read_manifest(folder).train)
 
 
 def text_bytes(data: DataConfig) -> int:
@@ -171,16 +258,17 @@ def wide_letters(data: DataConfig) -> int:
     return sum(count >= LETTER_SEEN and not letter.isascii() for letter, count in seen.items())
 
 
-def step_seconds(model: ModelConfig, batch: int, config: PretrainConfig) -> float:
-    """Seconds of one optimizer step here: micro-batches forward and backward, then the update."""
+def speed(model: ModelConfig, config: PretrainConfig) -> tuple[float, float]:
+    """Seconds here for the gradients of one token, and for an update, in the precision that training will choose."""
     device = pick_device(config.train.device)
+    precision = choose_precision(device, config.train.precision)
     trial = Model(model).to(device).train()
     if device.type == "cpu":
         from plume.train.fused import fuse
 
         fuse(trial)
-    optimizers = Optimizers(trial, TrainConfig(steps=1, optimizer="muon"))
-    rows = min(batch, max(1, MICRO_TOKENS // model.context))
+    optimizers = Optimizers(trial, TrainConfig(steps=1, optimizer="muon"), products=precision.dtype)
+    rows = max(1, MICRO_TOKENS // model.context)
     shares = 1 / torch.arange(3.0, model.vocab_size + 3)  # as frequent as words are in a text
     shares /= shares.sum()
     tokens = torch.multinomial(shares, rows * model.context, replacement=True).view(rows, model.context).to(device)
@@ -189,12 +277,13 @@ def step_seconds(model: ModelConfig, batch: int, config: PretrainConfig) -> floa
     sampled = None if candidates is None else SampledSoftmax(shares, candidates)
 
     def gradients() -> None:
-        hidden = trial.body(tokens)[predicted != IGNORE]
-        loss: Any = (
-            sampled.loss(hidden, trial.table, targets)
-            if sampled is not None
-            else token_loss(hidden, trial.table, targets, vocab_size=model.vocab_size)
-        )
+        with precision.context():
+            hidden = trial.body(tokens)[predicted != IGNORE]
+            loss: Any = (
+                sampled.loss(hidden, trial.table, targets, softmax=compiled_softmax)
+                if sampled is not None
+                else token_loss(hidden, trial.table, targets, vocab_size=model.vocab_size, softmax=compiled_softmax)
+            )
         (loss / tokens.numel()).backward()
         loss.item()  # waits for the device
 
@@ -202,5 +291,5 @@ def step_seconds(model: ModelConfig, batch: int, config: PretrainConfig) -> floa
         optimizers.step(1e-6)
         trial.table.detach()[0, 0].item()
 
-    forward = best_seconds(gradients, 0.0, rounds=4)
-    return OVERHEAD * (forward * batch / rows + best_seconds(update, 0.0, rounds=2))
+    seconds = min(MEASURED_MOST, MEASURED * 60 * (0.0 if config.minutes is None else config.minutes))
+    return best_seconds(gradients, seconds, rounds=4) / tokens.numel(), best_seconds(update, seconds / 4, rounds=2)

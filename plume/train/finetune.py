@@ -39,7 +39,7 @@ from plume.train.finetune_report import (
 from plume.train.loop import NonFiniteError, Outcome, Task, Trainer
 from plume.train.lr_search import LONGEST, best_rate, plot_search, search
 from plume.train.pretrain import open_run
-from plume.util.console import tell
+from plume.util.console import plural, tell
 from plume.util.devices import Precision, pick_device
 from plume.util.files import aside, read_json, write_json, write_text
 
@@ -208,7 +208,7 @@ def run_seed(plan: FinetunePlan, seed: int, folder: Path, ranks: Ranks, precisio
     settings = train_config(plan, batches.steps, seed, causal=model.config.causal)
     trainer = Trainer(task, settings, folder, ranks, precision)
     trained, total = adapt.trainable(model)
-    trainer.logger.print(f"seed {seed}: {trained:,} of {total:,} weights are trained, {settings.steps} steps")
+    trainer.logger.print(f"seed {seed}: {trained:,} of {total:,} weights are trained, {plural(settings.steps, 'step')}")
     outcome = trainer.run(resume=config.resume)
     if not outcome.finished:
         raise KeyboardInterrupt
@@ -235,7 +235,7 @@ def with_best_rate(plan: FinetunePlan, count: int, ranks: Ranks, precision: Prec
     lr = best_rate(rates)
     if ranks.main:
         plot_search(rates, plan.selected_by, lr, folder / "search.png")
-    return replace(plan, rates=rates, lr=lr, lr_source=f"found by --search {count}, {steps} steps each")
+    return replace(plan, rates=rates, lr=lr, lr_source=f"found by --search {count}, {plural(steps, 'step')} each")
 
 
 def try_rate(plan: FinetunePlan, steps: int, folder: Path, ranks: Ranks, precision: Precision) -> float:
@@ -373,7 +373,7 @@ def finetune(config: FinetuneConfig) -> FinetuneResult:
         if ranks.main:
             tell(describe_rate(plan))
         results = run_seeds(plan, ranks, precision)
-        best = min(results, key=lambda r: metrics.as_loss(plan.metric, r.score))
+        best = best_seed(results, plan.metric)
         result = FinetuneResult(config.folder, plan.data.kind, plan.metric, results, best, main=ranks.main)
         if ranks.main:
             result = finish(plan, result, ranks.device)
@@ -381,6 +381,11 @@ def finetune(config: FinetuneConfig) -> FinetuneResult:
             tell("\n".join(result.assessment.lines(shown=plan.findings)))
         ranks.wait_long()
         return result
+
+
+def best_seed(results: Sequence[SeedResult], metric: str) -> SeedResult:
+    """The one with the best score; a failed one, whose score may be no number, only where all failed."""
+    return min(results, key=lambda r: (r.failed, math.isnan(r.score), metrics.as_loss(metric, r.score)))
 
 
 def run_seeds(plan: FinetunePlan, ranks: Ranks, precision: Precision) -> list[SeedResult]:

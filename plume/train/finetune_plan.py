@@ -20,6 +20,7 @@ from plume.tasks.token_rows import TaskRows, Truncation, with_task_tokens
 from plume.text import Tokenizer, load_tokenizer
 from plume.train import adapt
 from plume.train.lr_search import RateScore
+from plume.util.console import plural
 
 PAPER_WIDTH = 768  # of GPT-1 and of BERT's base, for which the papers found their rates
 KIND_OPTIONS = (
@@ -212,7 +213,7 @@ def learning_rate(config: FinetuneConfig, model: ModelConfig, spread: float, ste
     paper, rate = ("GPT-1", 6.25e-5) if model.causal else ("BERT", 2e-5)
     turn = min(spread / PAPER_SPREAD, MOST_TURN)
     scaled = rate * PAPER_WIDTH / model.width * turn * max(1.0, math.sqrt(PAPER_STEPS / steps))
-    of_model = f"width {model.width}, weights of {spread:.2g}, {steps} steps"
+    of_model = f"width {model.width}, weights of {spread:.2g}, {plural(steps, 'step')}"
     return min(scaled, NEW_WEIGHTS_LR * spread / FIRST_SPREAD), f"{paper}'s {rate:g}, for {of_model}"
 
 

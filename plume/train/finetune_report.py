@@ -12,6 +12,7 @@ import numpy as np
 from plume.tasks.error_analysis import calibration, calibration_error, label_scores, worst_mistakes
 from plume.tasks.metrics import ClassificationMetric, TaskMetric
 from plume.tasks.schema import Example, Prediction
+from plume.util.console import plural
 from plume.util.files import new_figure, save_figure, write_rows
 
 if TYPE_CHECKING:
@@ -38,24 +39,23 @@ def describe_data(plan: FinetunePlan) -> str:
     ]
     if truncation.rows:
         lines.append(
-            f"- {truncation.rows:,} rows are longer than task.length={plan.kind.settings.length} "
-            f"(up to {truncation.longest:,} tokens): they are {plan.kind.overflow}"
+            f"- longer than task.length={plan.kind.settings.length}: {plural(truncation.rows, 'row')} "
+            f"(up to {truncation.longest:,} tokens), {plan.kind.overflow}"
         )
     return "\n".join(lines)
 
 
 def describe_rate(plan: FinetunePlan) -> str:
-    rate, epochs = f"learning rate {plan.lr:.3g} ({plan.lr_source})", f"{plan.config.epochs:g} epochs"
-    epochs = "1 epoch" if plan.config.epochs == 1 else epochs
+    rate, epochs = f"learning rate {plan.lr:.3g} ({plan.lr_source})", plural(plan.config.epochs, "epoch")
     if plan.config.contrastive is not None:
-        epochs = f"{plan.config.contrastive} steps on pairs of rows, then logistic regression"
+        epochs = f"{plural(plan.config.contrastive, 'step')} on pairs of rows, then logistic regression"
     return f"- {rate}, {epochs}, batch size {plan.config.batch}"
 
 
 def skipped_rows(plan: FinetunePlan) -> list[str]:
     skipped = plan.data.skipped
     return [
-        f"- skipped: {count:,} rows, {reason} (first: {skipped.first[reason]})"
+        f"- skipped: {plural(count, 'row')}, {reason} (first: {skipped.first[reason]})"
         for reason, count in skipped.counts.most_common()
     ]
 
@@ -78,10 +78,12 @@ def balance(plan: FinetunePlan) -> list[str]:
 def describe_scores(result: FinetuneResult) -> str:
     """The validation metric of all seeds in one sentence, for the console and the report."""
     about, count = result.summary, len(result.seeds)
+    failed = sum(seed.failed for seed in result.seeds)
     if count == 1:
-        return f"validation {result.metric}: {about['median']:.4f} (1 seed)"
+        return f"validation {result.metric}: {about['median']:.4f} (1 seed{', failed' * failed})"
     spread = f"{about['lowest']:.4f} to {about['highest']:.4f}, standard deviation {about['deviation']:.4f}"
-    return f"validation {result.metric}: median {about['median']:.4f} over {count} seeds ({spread})"
+    said = f"; {plural(failed, 'seed')} failed" if failed else ""
+    return f"validation {result.metric}: median {about['median']:.4f} over {count} seeds ({spread}){said}"
 
 
 def describe_run(
@@ -162,7 +164,8 @@ def describe_mistakes(plan: FinetunePlan, predictions: Mapping[int, Prediction])
         rows.append([Path(example.where).name, short(str(example.label)), short(value), short(text, 300)])
     if not rows:
         return []
-    return [f"## The {len(rows)} worst mistakes", "", *table(["row", "label", "prediction", "text"], rows)]
+    title = "## The worst mistake" if len(rows) == 1 else f"## The {len(rows)} worst mistakes"
+    return [title, "", *table(["row", "label", "prediction", "text"], rows)]
 
 
 def table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -180,7 +183,9 @@ def notes(plan: FinetunePlan, result: FinetuneResult) -> list[str]:
     lines, settings = list[str](), plan.kind.settings
     failed = [s.seed for s in result.seeds if s.failed]
     if failed:
-        lines += [f"Failed runs (no better than ignoring the input): seeds {', '.join(map(str, failed))}.", ""]
+        runs, seeds = ("run", "seed") if len(failed) == 1 else ("runs", "seeds")
+        shown = ", ".join(map(str, failed))
+        lines += [f"Failed {runs} (no better than ignoring the input): {seeds} {shown}.", ""]
     if settings.threshold is not None:
         lines += [f"Threshold of the second label, chosen on the validation rows: {settings.threshold:.4f}.", ""]
     if settings.null_threshold is not None:

@@ -17,8 +17,17 @@ from torch import Tensor, nn
 from plume.inference.cpu.arithmetic import HALF, ONE, TANH_A, TANH_B, exp
 from plume.inference.cpu.lanes import atomic_add, longs_at
 from plume.model.transformer import MLP, Attention, LayerCache, Mask, Memory
-from plume.train.fused_attention import FusedAttention
-from plume.train.threaded_code import ARGUMENTS, ThreadedCode, inline, row_at
+from plume.train.fused_attention import FusedAttention, product_dtype
+from plume.train.threaded_code import (
+    ARGUMENTS,
+    ThreadedCode,
+    inline,
+    memory_of_threads,
+    read_numbers,
+    row_at,
+    thread_memory,
+    write_numbers,
+)
 
 LONGEST = 1024  # tokens: above, what a head works with leaves the core's cache
 PART_ROWS = 64  # rows that a thread takes at a time
@@ -33,52 +42,77 @@ ZERO = np.float32(0)
 
 
 @inline
-def gelu_row(x: Any, bias: Any, y: Any, tanh: int) -> None:
-    """y becomes GELU(x + bias), x its derivative."""
+def gelu_row(x: Any, bias: Any, tanh: int) -> None:
+    """x becomes GELU(x + bias)."""
+    if tanh:
+        for i in range(x.size):
+            z = x[i] + bias[i]
+            x[i] = z - z / (exp(TANH_A * (z + TANH_B * z * z * z)) + ONE)
+    else:
+        for i in range(x.size):
+            z = x[i] + bias[i]
+            x[i] = z * normal_below(z, exp(-HALF * z * z))
+
+
+@inline
+def slope_row(x: Any, bias: Any, gradient: Any, tanh: int) -> None:
+    """gradient is multiplied by the derivative of GELU at x + bias."""
     if tanh:
         for i in range(x.size):
             z = x[i] + bias[i]
             low = ONE / (exp(TANH_A * (z + TANH_B * z * z * z)) + ONE)  # (1 - tanh(...)) / 2
-            y[i] = z - z * low
-            x[i] = (ONE - low) * (ONE + z * low * TANH_A * (ONE + TANH_C * z * z))
+            gradient[i] *= (ONE - low) * (ONE + z * low * TANH_A * (ONE + TANH_C * z * z))
     else:
         for i in range(x.size):
             z = x[i] + bias[i]
-            t = ONE / (ONE + ERF_P * abs(z))
             bell = exp(-HALF * z * z)
-            tail = HALF * bell * t * (ERF_1 + t * (ERF_2 + t * (ERF_3 + t * (ERF_4 + t * ERF_5))))
-            below = tail if z < ZERO else ONE - tail
-            y[i] = z * below
-            x[i] = below + z * bell * NORMAL
+            gradient[i] *= normal_below(z, bell) + z * bell * NORMAL
+
+
+@inline
+def normal_below(z: Any, bell: Any) -> Any:
+    """The share of a normal distribution below z; `bell` is exp(-z * z / 2)."""
+    t = ONE / (ONE + ERF_P * abs(z))
+    tail = HALF * bell * t * (ERF_1 + t * (ERF_2 + t * (ERF_3 + t * (ERF_4 + t * ERF_5))))
+    return tail if z < ZERO else ONE - tail
 
 
 @ThreadedCode
 def gelu_job(at: int) -> None:
     """x (N, F), bias (F,), y (N, F)"""
     given = carray(longs_at(at), (ARGUMENTS,))
-    rows, width, tanh, x, bias, y = given[2], given[3], given[4], given[5], given[6], given[7]
+    rows, width, tanh, rough, x, bias, y = given[2], given[3], given[4], given[5], given[6], given[7], given[8]
+    row = row_at(thread_memory(at, given[9], width), 0, width)
     while True:
         part = atomic_add(at, 1)
         if part >= given[1]:
             return
-        for row in range(part * PART_ROWS, min(rows, (part + 1) * PART_ROWS)):
-            gelu_row(row_at(x, row, width), row_at(bias, 0, width), row_at(y, row, width), tanh)
+        for n in range(part * PART_ROWS, min(rows, (part + 1) * PART_ROWS)):
+            read_numbers(row, x, n * width, rough)
+            gelu_row(row, row_at(bias, 0, width), tanh)
+            write_numbers(y, n * width, row, rough)
 
 
 @ThreadedCode
 def slope_job(at: int) -> None:
-    """The gradient (N, F) times the derivative (N, F), in place; and its sum over the rows of each part."""
+    """The gradient (N, F) times the derivative at x (N, F), in place; and its sum over the rows of each part."""
     given = carray(longs_at(at), (ARGUMENTS,))
-    rows, width, gradient, derivative, sums = given[2], given[3], given[4], given[5], given[6]
+    rows, width, tanh, rough, x, bias, gradient, sums = (
+        given[2], given[3], given[4], given[5], given[6], given[7], given[8], given[9]
+    )  # fmt: skip
+    own = thread_memory(at, given[10], 2 * width)
+    row, g = row_at(own, 0, width), row_at(own, 1, width)
     while True:
         part = atomic_add(at, 1)
         if part >= given[1]:
             return
         total = row_at(sums, part, width)
-        for row in range(part * PART_ROWS, min(rows, (part + 1) * PART_ROWS)):
-            g, d = row_at(gradient, row, width), row_at(derivative, row, width)
+        for n in range(part * PART_ROWS, min(rows, (part + 1) * PART_ROWS)):
+            read_numbers(row, x, n * width, rough)
+            read_numbers(g, gradient, n * width, rough)
+            slope_row(row, row_at(bias, 0, width), g, tanh)
+            write_numbers(gradient, n * width, g, rough)
             for i in range(width):
-                g[i] *= d[i]
                 total[i] += g[i]
 
 
@@ -86,34 +120,35 @@ def slope_job(at: int) -> None:
 
 
 class FusedMLP(torch.autograd.Function):
-    """down(GELU(up(x))); the forward also finds the derivative of GELU, in the memory of its input."""
+    """down(GELU(up(x))); what GELU is of is kept, and its derivative found in the backward."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, up: Tensor, up_bias: Tensor, down: Tensor, down_bias: Tensor, tanh: bool
     ) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])  # (N, D)
-        derivative = flat @ up.T  # (N, F), until the job has run what GELU is of
-        active = torch.empty_like(derivative)
-        rows, width = active.shape
-        gelu_job(parts_of(rows), rows, width, int(tanh), derivative, up_bias, active)
-        ctx.save_for_backward(flat, up, down, active, derivative)
-        return F.linear(active, down, down_bias).view(x.shape)
+        flat = x.reshape(-1, x.shape[-1]).to(product_dtype())  # (N, D)
+        before = flat @ up.T.to(flat.dtype)  # (N, F)
+        active = torch.empty_like(before)
+        rows, width = before.shape
+        ctx.numbers = (rows, width, int(tanh), int(flat.dtype is torch.bfloat16))
+        gelu_job(parts_of(rows), *ctx.numbers, before, up_bias, active, memory_of_threads(width))
+        ctx.save_for_backward(flat, up, up_bias, down, active, before)
+        return F.linear(active, down.to(flat.dtype), down_bias.to(flat.dtype)).float().view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        flat, up, down, active, derivative = ctx.saved_tensors
-        gradient = upstream[0].reshape(flat.shape)  # (N, D)
-        inner = gradient @ down  # (N, F)
-        rows, width = inner.shape
-        sums = inner.new_zeros(parts_of(rows), width)
-        slope_job(len(sums), rows, width, inner, derivative, sums)
+        flat, up, bias, down, active, before = ctx.saved_tensors
+        whole = upstream[0].reshape(flat.shape)  # (N, D)
+        gradient = whole.to(flat.dtype)
+        inner = gradient @ down.to(flat.dtype)  # (N, F)
+        sums = whole.new_zeros(parts_of(len(flat)), inner.shape[1])
+        slope_job(len(sums), *ctx.numbers, before, bias, inner, sums, memory_of_threads(2 * inner.shape[1]))
         return (
-            (inner @ up).view(upstream[0].shape),
-            inner.T @ flat,
+            (inner @ up.to(flat.dtype)).float().view(upstream[0].shape),
+            (inner.T @ flat).float(),
             sums.sum(dim=0),
-            gradient.T @ active,
-            gradient.sum(dim=0),
+            (gradient.T @ active).float(),
+            whole.sum(dim=0),
             None,
         )
 
@@ -135,13 +170,13 @@ def fuse(module: nn.Module) -> None:
 
 
 def plain(part: nn.Module, x: Tensor, *matrices: nn.Module) -> bool:
-    """Whether these are ordinary float32 matrices on the CPU, in training."""
+    """Whether these are ordinary float32 matrices on the CPU, in training; products may be in bfloat16."""
     return (
         part.training
         and torch.is_grad_enabled()
         and x.dtype is torch.float32
         and x.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
+        and (not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is torch.bfloat16)
         and all(type(m) is nn.Linear and type(m.weight) is nn.Parameter and not m._forward_hooks for m in matrices)
     )
 
@@ -164,13 +199,12 @@ def attention_forward(
         or memory is not None
         or part.dropout > 0
         or x.shape[1] > LONGEST
-        or not plain(part, x, part.q, part.k, part.v)
+        or not plain(part, x, part.q, part.k, part.v, part.out)
     ):
         return Attention.forward(part, x, mask, cache, memory)
     three = (part.q, part.k, part.v)
     bias = x.new_zeros(3 * x.shape[-1]) if part.q.bias is None else torch.cat([m.bias for m in three])
     real = mask.expand(len(x), 1, 1, x.shape[1]).contiguous() if isinstance(mask, Tensor) else None
-    causal = part.causal and mask is None
-    weights = [m.weight for m in three]
-    read: Tensor = FusedAttention.apply(x, *weights, bias, part.heads, causal, real)  # type: ignore[no-untyped-call]
-    return part.out(read)
+    weights = [*(m.weight for m in three), bias, part.out.weight, part.out.bias]
+    y: Tensor = FusedAttention.apply(x, *weights, part.heads, part.causal and mask is None, real)  # type: ignore[no-untyped-call]
+    return y

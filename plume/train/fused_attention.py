@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from llvmlite import ir
 from numba import carray, types
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from plume.inference.cpu.arithmetic import ONE, exp
 from plume.inference.cpu.lanes import (
     FLOATS,
+    WIDE,
     atomic_add,
     bytes_at,
     floats_at,
@@ -26,18 +28,28 @@ from plume.inference.cpu.lanes import (
     pointer_to,
     splat,
     times,
+    whole,
 )
 from plume.inference.cpu.panels import LANES
-from plume.train.threaded_code import ARGUMENTS, ThreadedCode, inline, row_at
+from plume.train.threaded_code import (
+    ARGUMENTS,
+    ThreadedCode,
+    inline,
+    memory_of_threads,
+    read_numbers,
+    row_at,
+    thread_memory,
+    write_numbers,
+)
 
 BLOCK = 64  # queries whose weights exist together
-TOGETHER = 4  # rows of a tile: with one vector of columns its sums fill the registers
-THREADS = ARGUMENTS - 1  # the word that counts the threads that have taken their working memory
+# rows and vectors of columns of a tile, whose sums fill the registers
+TOGETHER, VECTORS = (8, 2) if WIDE else (4, 1)
 ZERO, HIDDEN = np.float32(0), np.float32(-1e30)
 
 
-def tile(rows: int) -> Any:
-    """out[r, :16] (+)= the sum over `count` rows of x of factor[r, i] * x[i, :16]; all strides in bytes."""
+def tile(rows: int, vectors: int) -> Any:
+    """out[r, :16 * vectors] (+)= the sum over `count` rows of x of factor[r, i] * x[i, ...]; all strides in bytes."""
 
     @intrinsic
     def tiled(
@@ -48,15 +60,21 @@ def tile(rows: int) -> Any:
             out, out_row, factor, factor_row, factor_step, x, x_row, count, add = args
             kept = builder.icmp_signed("!=", add, ir.Constant(add.type, 0))
             zero = ir.Constant(FLOATS, [0.0] * LANES)
-            places = [builder.mul(out_row, ir.Constant(out_row.type, r)) for r in range(rows)]
+            places = [
+                builder.add(builder.mul(out_row, whole(r)), whole(4 * LANES * v))
+                for r in range(rows)
+                for v in range(vectors)
+            ]
             sums = [builder.select(kept, load(builder, out, place, FLOATS), zero) for place in places]
-            steps = [builder.mul(factor_row, ir.Constant(out_row.type, r)) for r in range(rows)]
+            steps = [builder.mul(factor_row, whole(r)) for r in range(rows)]
 
             def body(index: Any, sums: list[Any]) -> list[Any]:
-                vector = load(builder, x, builder.mul(index, x_row), FLOATS)
+                start = builder.mul(index, x_row)
+                loaded = [load(builder, x, builder.add(start, whole(4 * LANES * v)), FLOATS) for v in range(vectors)]
                 at = builder.add(factor, builder.mul(index, factor_step))
                 factors = [splat(builder, load(builder, at, step, ir.FloatType())) for step in steps]
-                return [multiply_add(builder, f, vector, total) for f, total in zip(factors, sums, strict=True)]
+                pairs = [(f, vector) for f in factors for vector in loaded]
+                return [multiply_add(builder, *pair, total) for pair, total in zip(pairs, sums, strict=True)]
 
             for place, total in zip(places, times(builder, count, sums, body), strict=True):
                 builder.store(total, pointer_to(builder, out, place, FLOATS), align=4)
@@ -67,7 +85,7 @@ def tile(rows: int) -> Any:
     return tiled
 
 
-tile_rows, tile_row = tile(TOGETHER), tile(1)
+tile_large, tile_rows, tile_row = tile(TOGETHER, VECTORS), tile(TOGETHER, 1), tile(1, 1)
 
 
 @inline
@@ -76,16 +94,25 @@ def product(
     count: int, add: int,
 ) -> None:  # fmt: skip
     """out (rows, columns) (+)= factor (rows, count) @ x (count, columns), columns up to whole vectors."""
-    for column in range(0, 4 * columns, 4 * LANES):
+    column, end = 0, 4 * columns
+    while column < end:
+        wide = column + 4 * LANES * VECTORS <= end
         row = 0
         while row + TOGETHER <= rows:
             place, given = out + row * out_row + column, factor + row * factor_row
-            tile_rows(place, out_row, given, factor_row, factor_step, x + column, x_row, count, add)
+            if wide:
+                tile_large(place, out_row, given, factor_row, factor_step, x + column, x_row, count, add)
+            else:
+                tile_rows(place, out_row, given, factor_row, factor_step, x + column, x_row, count, add)
             row += TOGETHER
         while row < rows:
             place, given = out + row * out_row + column, factor + row * factor_row
-            tile_row(place, out_row, given, factor_row, factor_step, x + column, x_row, count, add)
+            for further in range(0, 4 * LANES * VECTORS if wide else 4 * LANES, 4 * LANES):
+                tile_row(
+                    place + further, out_row, given, factor_row, factor_step, x + column + further, x_row, count, add
+                )
             row += 1
+        column += 4 * LANES * VECTORS if wide else 4 * LANES
 
 
 @inline
@@ -101,28 +128,31 @@ def memory(tokens: int, size: int) -> int:
 
 
 @inline
-def gather(to: int, source: int, stride: int, bias: int, tokens: int, size: int, scale: Any) -> None:
-    """(T, K) strided rows, plus a bias unless that is 0, to (T, P)."""
+def gather(
+    to: int, source: int, first: int, stride: int, bias: int, tokens: int, size: int, scale: Any, rough: int
+) -> None:
+    """(T, K) rows, a stride of numbers apart from the first, plus a bias unless that is 0, to (T, P)."""
     wide = padded(size)
     for t in range(tokens):
-        x, y = row_at(source + t * stride, 0, size), row_at(to, t, wide)
+        y = row_at(to, t, wide)
+        read_numbers(y[:size], source, first + t * stride, rough)
         y[size:] = ZERO
         if bias:
             shift = row_at(bias, 0, size)
-            for i in range(x.size):
-                y[i] = (x[i] + shift[i]) * scale
-        else:
-            for i in range(x.size):
-                y[i] = x[i] * scale
+            for i in range(size):
+                y[i] += shift[i]
+        for i in range(size):
+            y[i] *= scale
 
 
 @inline
-def scatter(to: int, stride: int, source: int, tokens: int, size: int, scale: Any) -> None:
+def scatter(to: int, first: int, stride: int, source: int, tokens: int, size: int, scale: Any, rough: int) -> None:
     wide = padded(size)
     for t in range(tokens):
-        x, y = row_at(source, t, wide), row_at(to + t * stride, 0, size)
-        for i in range(y.size):
-            y[i] = x[i] * scale
+        x = row_at(source, t, wide)[:size]
+        for i in range(size):
+            x[i] *= scale
+        write_numbers(to, first + t * stride, x, rough)
 
 
 @inline
@@ -177,21 +207,21 @@ def softmax_row(x: Any) -> Any:
 def attend_job(at: int) -> None:
     """(B, T, 3, H, K) and bias (3, H, K) to what heads read, (B, T, H, K), and log-sums of scores, (B, H, T)."""
     given = carray(longs_at(at), (ARGUMENTS,))
-    tokens, heads, size, causal, joined, bias = given[2], given[3], given[4], given[5], given[6], given[7]
-    out, sums, known = given[8], given[9], given[10]
-    wide, row, part = padded(size), padded(tokens), 4 * heads * size
-    q = given[11] + atomic_add(at + 8 * THREADS, 1) * 4 * memory(tokens, size)
+    tokens, heads, size, causal, rough, joined, bias = given[2:9]
+    out, sums, known = given[9], given[10], given[11]
+    wide, row, part = padded(size), padded(tokens), heads * size
+    q = thread_memory(at, given[12], memory(tokens, size))
     v, keys, s = q + 4 * tokens * wide, q + 8 * tokens * wide, q + 4 * (2 * tokens + row) * wide
     while True:
         number = atomic_add(at, 1)
         if number >= given[1]:
             return
-        b, shift = number // heads, 4 * (number % heads) * size
-        source, real = joined + b * tokens * 3 * part + shift, known + b * tokens if known else 0
-        gather(q, source + part, 3 * part, bias + part + shift, tokens, size, ONE)
+        b, shift = number // heads, number % heads * size
+        first, real, begin = b * tokens * 3 * part + shift, known + b * tokens if known else 0, bias + 4 * shift
+        gather(q, joined, first + part, 3 * part, begin + 4 * part, tokens, size, ONE, rough)
         transpose(keys, q, tokens, wide)
-        gather(q, source, 3 * part, bias + shift, tokens, size, ONE / np.sqrt(np.float32(size)))
-        gather(v, source + 2 * part, 3 * part, bias + 2 * part + shift, tokens, size, ONE)
+        gather(q, joined, first, 3 * part, begin, tokens, size, ONE / np.sqrt(np.float32(size)), rough)
+        gather(v, joined, first + 2 * part, 3 * part, begin + 8 * part, tokens, size, ONE, rough)
         for first in range(0, tokens, BLOCK):
             last = min(tokens, first + BLOCK)
             columns = scores(s, q, keys, first, last, tokens, wide, causal, real)
@@ -199,7 +229,7 @@ def attend_job(at: int) -> None:
                 row_at(sums, number * tokens + t, 1)[0] = softmax_row(row_at(s, t - first, row)[:columns])
             seen = last if causal else tokens
             product(q + 4 * first * wide, 4 * wide, last - first, wide, s, 4 * row, 4, v, 4 * wide, seen, 0)
-        scatter(out + b * tokens * part + shift, part, q, tokens, size, ONE)
+        scatter(out, b * tokens * part + shift, part, q, tokens, size, ONE, rough)
 
 
 @inline
@@ -223,30 +253,26 @@ def slope_rows(s: int, gradient: int, sums: int, first: int, last: int, columns:
 def attend_back_job(at: int) -> None:
     """The gradient of what heads read to that of (B, T, 3, H, K); weights are found anew from the log-sums."""
     given = carray(longs_at(at), (ARGUMENTS,))
-    tokens, heads, size, causal, joined, bias = given[2], given[3], given[4], given[5], given[6], given[7]
-    upstream, sums, known, to = given[8], given[9], given[10], given[12]
-    wide, row, part, scale = padded(size), padded(tokens), 4 * heads * size, ONE / np.sqrt(np.float32(size))
-    q = given[11] + atomic_add(at + 8 * THREADS, 1) * 4 * memory(tokens, size)
+    tokens, heads, size, causal, rough, joined, bias = given[2:9]
+    upstream, sums, known, to = given[9], given[10], given[11], given[13]
+    wide, row, part, scale = padded(size), padded(tokens), heads * size, ONE / np.sqrt(np.float32(size))
+    q = thread_memory(at, given[12], memory(tokens, size))
     one, across = 4 * tokens * wide, 4 * row * wide
     k, read, dq, dk, dv = q + one, q + 2 * one, q + 3 * one, q + 4 * one, q + 5 * one
-    keys, values, s, g = (
-        q + 6 * one,
-        q + 6 * one + across,
-        q + 6 * one + 2 * across,
-        q + 6 * one + 2 * across + 4 * BLOCK * row,
-    )
+    keys, values, s = q + 6 * one, q + 6 * one + across, q + 6 * one + 2 * across
+    g = s + 4 * BLOCK * row
     while True:
         number = atomic_add(at, 1)
         if number >= given[1]:
             return
-        b, shift = number // heads, 4 * (number % heads) * size
-        source, real = joined + b * tokens * 3 * part + shift, known + b * tokens if known else 0
-        gather(q, source + 2 * part, 3 * part, bias + 2 * part + shift, tokens, size, ONE)
+        b, shift = number // heads, number % heads * size
+        source, real, begin = b * tokens * 3 * part + shift, known + b * tokens if known else 0, bias + 4 * shift
+        gather(q, joined, source + 2 * part, 3 * part, begin + 8 * part, tokens, size, ONE, rough)
         transpose(values, q, tokens, wide)
-        gather(k, source + part, 3 * part, bias + part + shift, tokens, size, ONE)
+        gather(k, joined, source + part, 3 * part, begin + 4 * part, tokens, size, ONE, rough)
         transpose(keys, k, tokens, wide)
-        gather(q, source, 3 * part, bias + shift, tokens, size, scale)
-        gather(read, upstream + b * tokens * part + shift, part, 0, tokens, size, ONE)
+        gather(q, joined, source, 3 * part, begin, tokens, size, scale, rough)
+        gather(read, upstream, b * tokens * part + shift, part, 0, tokens, size, ONE, rough)
         for first in range(0, tokens, BLOCK):
             last = min(tokens, first + BLOCK)
             rows, begin, seen = last - first, 4 * first * wide, last if causal else tokens
@@ -260,45 +286,57 @@ def attend_back_job(at: int) -> None:
             new, skip = seen - before, before * 4
             product(dk + skip * wide, 4 * wide, new, wide, g + skip, 4, 4 * row, q + begin, 4 * wide, rows, 0)
             product(dv + skip * wide, 4 * wide, new, wide, s + skip, 4, 4 * row, read + begin, 4 * wide, rows, 0)
-        target = to + b * tokens * 3 * part + shift
-        scatter(target, 3 * part, dq, tokens, size, scale)
-        scatter(target + part, 3 * part, dk, tokens, size, ONE)
-        scatter(target + 2 * part, 3 * part, dv, tokens, size, ONE)
+        scatter(to, source, 3 * part, dq, tokens, size, scale, rough)
+        scatter(to, source + part, 3 * part, dk, tokens, size, ONE, rough)
+        scatter(to, source + 2 * part, 3 * part, dv, tokens, size, ONE, rough)
+
+
+def product_dtype() -> torch.dtype:
+    """What matrix products are in; sums, and what jobs compute between two products, are in float32."""
+    return torch.bfloat16 if torch.is_autocast_enabled("cpu") else torch.float32
 
 
 class FusedAttention(torch.autograd.Function):
-    """What the heads read of x, before the output projection: q, k and v as one product, no weights kept.
+    """Attention with its projections: q, k and v as one product, no weights of attention kept.
 
     The matrix of the product is joined again in the backward: kept, it would be a quarter of all weights on every rank.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, bias: Tensor, heads: int, causal: bool, real: Any
-    ) -> Tensor:
+        ctx: Any, x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, bias: Tensor, out: Tensor, out_bias: Tensor | None,
+        heads: int, causal: bool, real: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         matrix = torch.cat([wq, wk, wv])  # (3 D, D)
         batch, tokens, width = x.shape
-        flat = x.reshape(-1, width)
-        joined, read = flat @ matrix.T, torch.empty_like(x)  # (N, 3 D), (B, T, D)
-        sums, scratch = x.new_empty(batch, heads, tokens), working_memory(tokens, width // heads)
+        flat = x.reshape(-1, width).to(product_dtype())
+        joined = flat @ matrix.T.to(flat.dtype)  # (N, 3 D)
+        read, sums = torch.empty_like(flat), x.new_empty(batch, heads, tokens)
+        size = width // heads
+        ctx.numbers = (tokens, heads, size, int(causal), int(flat.dtype is torch.bfloat16))
         known = 0 if real is None else real
-        ctx.numbers = (tokens, heads, width // heads, int(causal))
+        scratch = memory_of_threads(memory.py_func(tokens, size))
         attend_job(batch * heads, *ctx.numbers, joined, bias, read, sums, known, scratch)
-        ctx.real = real
-        ctx.save_for_backward(flat, joined, sums, bias, wq, wk, wv)
-        return read
+        ctx.real, ctx.out_bias = real, out_bias is not None
+        ctx.save_for_backward(flat, joined, sums, bias, read, out, wq, wk, wv)
+        shift = None if out_bias is None else out_bias.to(flat.dtype)
+        return F.linear(read, out.to(flat.dtype), shift).float().view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        flat, joined, sums, bias, *matrices = ctx.saved_tensors
+        flat, joined, sums, bias, read, out, *matrices = ctx.saved_tensors
         matrix, gradient = torch.cat(matrices), torch.empty_like(joined)
-        tokens, heads, size, _ = ctx.numbers
-        known, scratch = 0 if ctx.real is None else ctx.real, working_memory(tokens, size)
-        read = upstream[0].contiguous()
-        attend_back_job(len(read) * heads, *ctx.numbers, joined, bias, read, sums, known, scratch, gradient)
-        before = (gradient @ matrix).view(read.shape)
-        return before, *(gradient.T @ flat).chunk(3), gradient.sum(dim=0), None, None, None
-
-
-def working_memory(tokens: int, size: int) -> Tensor:
-    return torch.empty(torch.get_num_threads(), memory.py_func(tokens, size))
+        whole = upstream[0].reshape(flat.shape)  # (N, D)
+        outer = whole.to(flat.dtype)
+        inner = outer @ out.to(flat.dtype)  # (N, D)
+        tokens, heads, size = ctx.numbers[:3]
+        known, scratch = 0 if ctx.real is None else ctx.real, memory_of_threads(memory.py_func(tokens, size))
+        attend_back_job(sums.shape[0] * heads, *ctx.numbers, joined, bias, inner, sums, known, scratch, gradient)
+        return (
+            (gradient @ matrix.to(flat.dtype)).float().view(upstream[0].shape),
+            *(gradient.T @ flat).float().chunk(3),
+            gradient.float().sum(dim=0),
+            (outer.T @ read).float(),
+            whole.sum(dim=0) if ctx.out_bias else None,
+            *(None,) * 3,
+        )

@@ -21,6 +21,7 @@ from plume.text.tokenizer import Tokenizer
 # V tokens of the vocabulary, N tokens of a text
 
 MOST_TOKENS = 16_000_000  # of the training text that is counted
+MOST_HELD_OUT = 300_000  # of each source's held-out text
 MOST_PACKED = 32_000_000  # bytes of it, the last ones, that xz may refer to
 ROWS = 32  # windows that the model reads together
 STRIDES = 4  # windows begin a quarter of the context apart
@@ -29,9 +30,9 @@ XZ = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 26}]
 
 
 def held_out_bits(model: Path, data: Path, *, compressor: bool = True) -> dict[str, float]:
-    """Bits per byte of all held-out text, by name of what predicts it; everything else knows the training text."""
+    """Bits per byte of held-out text, by name of what predicts it; everything else knows the training text."""
     tokenizer = load_tokenizer(model)
-    train, held_out = tokens_of(open_shards(data)), tokens_of(open_shards(data, "validation"))
+    train, held_out = tokens_of(open_shards(data), MOST_TOKENS), held_out_tokens(data)
     size = len(text_bytes(tokenizer, held_out))
     singles = counted(train, tokenizer.vocab_size)
     bits = {
@@ -45,8 +46,12 @@ def held_out_bits(model: Path, data: Path, *, compressor: bool = True) -> dict[s
     return {**bits, "this model": model_bits(model, data, tokenizer)}
 
 
-def tokens_of(shards: Shards) -> Ids:
-    return np.concatenate([stream.read(0, min(len(stream), MOST_TOKENS)) for stream in shards.streams])
+def tokens_of(shards: Shards, most: int) -> Ids:
+    return np.concatenate([stream.read(0, min(len(stream), most)) for stream in shards.streams])
+
+
+def held_out_tokens(data: Path) -> Ids:
+    return tokens_of(open_shards(data, "validation"), MOST_HELD_OUT)
 
 
 def text_bytes(tokenizer: Tokenizer, tokens: Ids) -> bytes:
@@ -94,7 +99,7 @@ def model_bits(folder: Path, data: Path, tokenizer: Tokenizer) -> float:
 
     The first token has nothing before it and is not counted.
     """
-    model, tokens = load_model(folder).eval(), tokens_of(open_shards(data, "validation"))
+    model, tokens = load_model(folder).eval(), held_out_tokens(data)
     context, vocab_size = min(model.config.context, len(tokens) - 1), model.config.vocab_size
     last = len(tokens) - 1 - context
     starts = [*range(0, last, max(1, context // STRIDES)), last]

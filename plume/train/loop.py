@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from plume.train.first_weights import FirstWeights
 from plume.train.microbatches import Batches, Microbatches, Seekable
 from plume.train.optim import Optimizers, rate, same_mesh, total_norm, whole
 from plume.train.training_log import TrainingLog
+from plume.util.console import plural
 from plume.util.devices import Precision, is_out_of_memory
 from plume.util.run_folder import CHECKPOINTS
 
@@ -84,6 +85,14 @@ class Outcome:
     seconds: float
 
 
+class Best(NamedTuple):
+    """The best validation so far; lower is better. Of equal scores, such as accuracies, the lower loss decides."""
+
+    score: float
+    step: int
+    loss: float = math.inf  # checkpoints of earlier versions have none
+
+
 class NonFiniteError(UserError):
     """The loss or the gradient is NaN or infinite; the weights are those before the step."""
 
@@ -117,7 +126,7 @@ class Trainer:
         )
         self.task = replace(task, first_weights=None)  # nothing keeps the files they come from open
         self.microbatches = Microbatches(task.train, config, ranks, self.distributed)
-        self.optimizers = Optimizers(task.model, config, task.lr_scale, ranks)
+        self.optimizers = Optimizers(task.model, config, task.lr_scale, ranks, precision.dtype)
         self.logger = TrainingLog(folder, config, ranks, list(task.objective.parts))
         self.logger.bytes_per_token = task.bytes_per_token
         background = ranks.device.type != "cpu" if config.async_checkpoints is None else config.async_checkpoints
@@ -126,7 +135,7 @@ class Trainer:
         )
         self.step = self.tokens = 0
         self.seconds = 0.0
-        self.best: tuple[float, int] | None = None  # lowest score, its step
+        self.best: Best | None = None
         self.worse = 0  # validations since the best
         self.validation: float | None = None
         self.validation_parts: dict[str, float] = {}  # of the weights that the run would end with
@@ -153,8 +162,8 @@ class Trainer:
         else:
             self.logger.print(f"interrupted at step {self.step}, checkpoint saved; continue with --resume")
         loss = self.logger.last_loss
-        best_step = None if self.best is None else self.best[1]
-        validation = None if self.best is None else self.best[0] if self.config.keep_best else self.validation
+        best_step = None if self.best is None else self.best.step
+        validation = None if self.best is None else self.best.score if self.config.keep_best else self.validation
         parts = self.validation_parts if self.validation_parts else self.logger.last_parts
         return Outcome(self.step, self.done, loss, validation, parts, best_step, self.tokens, self.seconds)
 
@@ -176,12 +185,12 @@ class Trainer:
 
     def choose_weights(self) -> None:
         """At the end: those of the best step, the mean of several steps, or simply the last."""
-        if self.config.keep_best and self.best is not None and self.best[1] != self.step:
-            if self.checkpoints.problem(self.best[1]) is None:
-                self.checkpoints.load(self.best[1], self.tensors())
-                self.logger.print(f"restored the best checkpoint (step {self.best[1]})")
+        if self.config.keep_best and self.best is not None and self.best.step != self.step:
+            if self.checkpoints.problem(self.best.step) is None:
+                self.checkpoints.load(self.best.step, self.tensors())
+                self.logger.print(f"restored the best checkpoint (step {self.best.step})")
             else:
-                self.logger.print(f"the best checkpoint (step {self.best[1]}) is corrupt; keeping the last weights")
+                self.logger.print(f"the best checkpoint (step {self.best.step}) is corrupt; keeping the last weights")
         if self.config.average_checkpoints > 1:
             self.average_weights()
 
@@ -275,10 +284,10 @@ class Trainer:
         what = "loss" if not bool(totals.isfinite().all()) else "gradient"
         rows = self.task.train.rows(self.step)
         return (
-            f"the {what} is not finite at step {self.step} (batch {self.step}, {rows} sequences, "
+            f"the {what} is not finite at step {self.step} (batch {self.step}, {plural(rows, 'sequence')}, "
             f"seed {self.config.seed}); gradient norm {norm}, first in {', '.join(broken[:3]) or 'no single tensor'}. "
             f"The weights were not changed; the last checkpoint is valid. A lower lr than {self.config.lr:g} "
-            f"or a longer warm-up than {self.config.warmup_steps} steps usually helps"
+            f"or a longer warm-up than {plural(self.config.warmup_steps, 'step')} usually helps"
         )
 
     # -- between updates
@@ -306,16 +315,17 @@ class Trainer:
         means = self.measure()
         self.validation = float((means * self.weights).sum())
         score = self.validation if self.task.evaluate is None else self.evaluated(self.task.evaluate)
-        improved = self.best is None or score < self.best[0] or math.isnan(self.best[0])
+        best, found = self.best, (score, self.validation)
+        improved = best is None or math.isnan(best.score) or found < (best.score, best.loss)
         if improved:
-            self.best = (score, self.step)
+            self.best = Best(score, self.step, self.validation)
         if (improved or not self.config.keep_best) and len(means) > 1:
             self.validation_parts = dict(zip(self.task.objective.parts, means.tolist(), strict=True))
         self.worse = 0 if improved and not math.isnan(score) else self.worse + 1
         if self.task.patience is not None and self.worse >= self.task.patience:
-            self.logger.print(f"early stopping at step {self.step}: no improvement in {self.worse} validations")
+            self.logger.print(f"early stopping, step {self.step}: no improvement in {plural(self.worse, 'validation')}")
             self.early = True
-        self.logger.validated(self.step, self.validation, means.tolist(), score)
+        self.logger.validated(self.step, self.validation, means.tolist(), score, best=self.worse == 0)
         return improved
 
     def evaluated(self, evaluate: Callable[[Any], float]) -> float:
@@ -380,7 +390,7 @@ class Trainer:
             "loss": self.logger.last_loss,
             "sums": pending.tolist(),
         }
-        best = self.best[1] if self.best is not None and self.config.keep_best else None
+        best = self.best.step if self.best is not None and self.config.keep_best else None
         self.checkpoints.save(self.step, self.tensors(), state, best=best)
 
     def average_weights(self) -> None:
@@ -398,7 +408,7 @@ class Trainer:
                 mean[name] += (tensor - mean[name]) / number
         for name, tensor in weights.items():
             tensor.copy_(mean[name])
-        self.logger.print(f"averaged the weights of {len(others) + 1} checkpoints")
+        self.logger.print(f"averaged the weights of {plural(len(others) + 1, 'checkpoint')}")
 
     def restore(self) -> None:
         step = self.checkpoints.latest()
@@ -418,7 +428,7 @@ class Trainer:
         self.checkpoints.drop_after(step)
         self.step, self.tokens, self.seconds = step, state["tokens"], state["seconds"]
         kept = state["best"] is not None and state["best"][1] in self.checkpoints.steps()
-        self.best = (state["best"][0], state["best"][1]) if kept else None
+        self.best = Best(*state["best"]) if kept else None
         self.validation, self.worse, self.early = state["validation"], state["worse"], state["early"]
         self.validation_parts = state["validation_parts"]
         self.logger.last_loss = state["loss"]

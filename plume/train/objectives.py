@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from plume.data.batches import IGNORE
 from plume.model.heads import Model, Pretraining
 from plume.model.loss import SampledSoftmax, TensorBatch, token_features, token_loss
 from plume.model.transformer import EncoderDecoder
+from plume.train.fused_softmax import compiled_softmax
 from plume.train.split_vocabulary import split_token_loss
 from plume.util.devices import best_seconds
 
@@ -50,9 +52,9 @@ class Tokens:
             flat, targets = flat[real], targets[real]
         features, bias = token_features(model, flat)
         if self.sampled is not None and model.training:
-            return self.sampled.loss(features, model.table, targets, bias)
+            return self.sampled.loss(features, model.table, targets, bias, compiled_softmax)
         smoothing = self.smoothing if model.training else 0.0  # what is measured is the plain loss
-        loss = split_token_loss if isinstance(model.table, DTensor) else token_loss
+        loss = split_token_loss if isinstance(model.table, DTensor) else partial(token_loss, softmax=compiled_softmax)
         return loss(features, model.table, targets, vocab_size=model.config.vocab_size, bias=bias, smoothing=smoothing)
 
 

@@ -49,10 +49,11 @@ from plume.model.heads import Model
 from plume.model.loss import SampledSoftmax, TensorBatch
 from plume.text import Tokenizer, load_tokenizer
 from plume.train import samples
-from plume.train.budget import sized
+from plume.train.budget import announced, expected
 from plume.train.cooccurrence import CountedEmbeddings, counted_tokens
 from plume.train.distribute import Ranks, join, shared_precision
 from plume.train.first_weights import FirstWeights, StoredWeights, check_tokenizer, continued, deferred
+from plume.train.held_out import held_out_bits
 from plume.train.loop import Outcome, Task, Trainer
 from plume.train.microbatches import Batches
 from plume.train.objectives import HEAD_OF, Tokens, objective_called
@@ -90,7 +91,6 @@ class RunResult:
     outcome: Outcome
     uniform: float  # the loss of knowing nothing
     unigram: float  # the loss of knowing only how frequent each token is
-
     main: bool = True  # whether this process speaks for all ranks
 
     @property
@@ -156,12 +156,11 @@ class ValidationBatches:
 @takes_fields(PretrainConfig)
 def pretrain(config: PretrainConfig) -> RunResult:
     """Run a recipe: alone, or as one of many processes that torchrun started."""
-    stored = None
+    stored, ratio = None, None
     if config.init_from is not None:
         config, stored = continued(config, config.init_from)
     if config.minutes is not None:
-        config, chosen = sized(config)
-        print(chosen, file=sys.stderr)
+        config, ratio = announced(config)
     with open_run(config, config.train.device) as run:
         ranks = run.ranks
         with run.starting():
@@ -177,8 +176,8 @@ def pretrain(config: PretrainConfig) -> RunResult:
         if ranks.main:
             save_run_config(config.folder, model, tokenizer, task.bytes_per_token)
         precision = shared_precision(ranks, config.train.precision)
-        trainer = Trainer(task, config.train, config.folder, ranks, precision)
         parameters = sum(p.numel() for p in model.parameters())
+        trainer = Trainer(task, config.train, config.folder, ranks, precision)
         trainer.logger.measure_against(training_flops_per_token(model.config), precision.peak * ranks.size)
         if config.objective.kind == "language-model" and config.init_from is None and not read_manifest(data).pairs:
             trainer.logger.comparable = unigram, block_weights(model)
@@ -192,6 +191,8 @@ def pretrain(config: PretrainConfig) -> RunResult:
             if ranks.main:
                 plot_runs([config.folder], config.folder / PLOT)
         export(config, trainer, tokenizer, outcome, data)
+        if ratio is not None and outcome.finished and outcome.validation is not None:
+            trainer.logger.print(expected(ratio, held_out_bits(config.folder / MODEL, data, compressor=False)))
         return RunResult(config.folder, outcome, math.log(tokenizer.vocab_size), unigram, ranks.main)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from plume.config import TrainConfig, UserError
 from plume.train.distribute import Ranks
 from plume.train.expectations import TimeLeft, usual_loss
-from plume.util.console import harmless, tell
+from plume.util.console import harmless, plural, tell
 from plume.util.files import room_on_disk, write_rows
 from plume.util.progress import Advance, Progress
 from plume.util.run_folder import METRICS, SAMPLES, bits_per_byte, read_metrics, token_loss
@@ -30,7 +30,6 @@ class TrainingLog:
         self.last_loss = self.last_part = math.nan  # the whole, and its first part: that of the tokens
         self.last_parts: dict[str, float] = {}
         self.norm = math.nan
-        self.best = math.inf
         self.metrics: Mapping[str, float] = {}  # of the newest validation, besides the loss
         self.checked = False
         self.bytes_per_token: float | None = None  # of the validation text, where bits per byte say something
@@ -98,7 +97,7 @@ class TrainingLog:
         if self.progress.bar is None:
             self.print(f"step {row['step']}/{self.config.steps}: {', '.join(status)}")
 
-    def validated(self, step: int, loss: float, parts: Sequence[float], score: float) -> None:
+    def validated(self, step: int, loss: float, parts: Sequence[float], score: float, *, best: bool) -> None:
         row: dict[str, Any] = {"step": step, "validation_loss": loss}
         if len(self.parts) > 1:
             row |= {f"validation_{name}": value for name, value in zip(self.parts, parts, strict=True)}
@@ -108,10 +107,9 @@ class TrainingLog:
             bits = f", {row['validation_bits_per_byte']:.4f} bits per byte"
         row["score"] = score
         self.write(row)
-        better, self.best = score < self.best, min(self.best, score)  # of equal ones the first
         several = dict(zip(self.parts, parts, strict=True)) if len(parts) > 1 else {}
         found = "".join(f", {name} {value:.4f}" for name, value in {**several, **self.metrics}.items())
-        self.print(f"step {step}: validation loss {loss:.4f}{found}{bits}{' (best)' if better else ''}")
+        self.print(f"step {step}: validation loss {loss:.4f}{found}{bits}{' (best)' if best else ''}")
 
     def sample(self, step: int, text: str) -> None:
         file = self.folder / SAMPLES
@@ -136,7 +134,6 @@ class TrainingLog:
         if self.ranks.main:
             rows = [row for row in read_metrics(self.folder) if row["step"] <= step]
             write_rows(self.folder / METRICS, rows)
-            self.best = min((row["score"] for row in rows if "score" in row), default=math.inf)
             first = "loss" if len(self.parts) == 1 else self.parts[0]
             self.first_part = next((row[first] for row in rows if first in row), None)
 
@@ -172,7 +169,7 @@ class TrainingLog:
         else:
             why = (
                 f"It fell only from {first:.3f}: the learning rate {self.config.lr:g} is probably too low, "
-                f"or the warm-up of {self.config.warmup_steps} steps too long"
+                f"or the warm-up of {plural(self.config.warmup_steps, 'step')} too long"
             )
         return f"warning: the loss at step {step} is {loss:.3f}; token frequencies alone give {unigram_loss:.3f}. {why}"
 

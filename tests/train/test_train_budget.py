@@ -1,15 +1,19 @@
 """Sizes for a training time: what grows with it, what the text bounds, and a run that is resumed as it began."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.size_law import fit, known
 from plume.config import PretrainConfig, UserError, build, read_recipe
 from plume.config.recipes import RECIPES
 from plume.model.heads import Model
-from plume.train import budget
+from plume.train import budget, size_law
+from plume.train.held_out import held_out_bits
+from plume.train.optim import short_rows
 from plume.train.pretrain import pretrain
 from plume.util.devices import training_flops_per_token
 
@@ -29,10 +33,10 @@ def text(tmp_path: Path) -> Path:
 def speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of 100 GFLOP/s, whatever the size."""
 
-    def seconds(model, batch, config):  # type: ignore[no-untyped-def]
-        return batch * model.context * training_flops_per_token(model) / 1e11
+    def speed(model, config):  # type: ignore[no-untyped-def]
+        return training_flops_per_token(model) / 1e11, 0.0
 
-    monkeypatch.setattr(budget, "step_seconds", seconds)
+    monkeypatch.setattr(budget, "speed", speed)
     monkeypatch.setattr(budget, "text_bytes", lambda data: 80_000_000)
     monkeypatch.setattr(budget, "wide_letters", lambda data: 0)
 
@@ -45,24 +49,43 @@ def recipe(name: str, **given: object) -> PretrainConfig:
 def test_more_time_trains_a_larger_model_that_reads_enough(name: str, speed: None) -> None:
     blocks = []
     for minutes in (0.5, 2.0, 20.0, 150.0):
-        chosen, said = budget.sized(recipe(name, minutes=minutes))
+        chosen, said, _ = budget.sized(recipe(name, minutes=minutes))
         model, train = chosen.model, chosen.train
         weights = 12 * model.layers * model.width**2
         assert weights == sum(p.numel() for n, p in Model(model).named_parameters() if ".blocks." in n and p.ndim == 2)
         assert chosen.minutes is None and f"{train.steps:,} steps" in said
-        assert train.steps * train.batch * model.context >= budget.TOKENS_PER_WEIGHT * weights * 0.95 or not blocks
-        spent = train.steps * budget.step_seconds(model, train.batch, chosen) / 60  # type: ignore[no-untyped-call]
+        per_token, _ = budget.speed(model, chosen)  # type: ignore[no-untyped-call]
+        spent = tokens_read(chosen) * per_token * budget.OVERHEAD / 60
         assert spent == pytest.approx(minutes, rel=0.3 if minutes < 1 else 0.02)
         assert chosen.data.tokenizer.vocab_size == model.vocab_size and train.optimizer == "muon"
         blocks.append(weights)
     assert blocks == sorted(blocks) and len(set(blocks)) >= 3
 
 
+def tokens_read(config: PretrainConfig) -> float:
+    return config.train.steps * config.train.batch * budget.mean_length(config.objective, config.model.context)
+
+
+def test_long_runs_read_short_sequences_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "speed", lambda model, config: (1e-5, 0.0))
+    monkeypatch.setattr(budget, "text_bytes", lambda data: 10**9)
+    short, long = (budget.sized(recipe("auto", minutes=minutes)).config for minutes in (1.0, 60.0))
+    assert short.model.context == 64 and short.objective.short_lengths == ()
+    assert long.model.context == 256 and long.objective.short_lengths == (64, 128)
+    assert tokens_read(long) == pytest.approx(3600 / 1e-5 / budget.OVERHEAD, rel=0.01)
+    lengths = [n for rows, n in short_rows(long.objective, long.train) for _ in range(rows)]
+    rest = long.train.steps * long.train.batch - len(lengths)
+    assert sum(lengths) + 256 * rest == pytest.approx(tokens_read(long), rel=0.01)
+    given = replace(long.objective, short_lengths=(32,), short_fraction=0.5)
+    chosen = budget.sized(replace(recipe("auto", minutes=60.0), objective=given)).config
+    assert chosen.objective.short_lengths == (32,) and chosen.objective.short_fraction == 0.5
+
+
 def test_a_small_text_bounds_vocabulary_and_passes(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "step_seconds", lambda model, batch, config: 1e-3)
+    monkeypatch.setattr(budget, "speed", lambda model, config: (1e-6, 0.0))
     config = recipe("auto", minutes=20.0)
-    chosen, _ = budget.sized(replace(config, data=replace(config.data, paths=(str(text),))))
-    read = chosen.train.steps * chosen.train.batch * chosen.model.context
+    chosen = budget.sized(replace(config, data=replace(config.data, paths=(str(text),)))).config
+    read = tokens_read(chosen)
     assert chosen.model.vocab_size == 768 == text.stat().st_size // 600 // 256 * 256
     assert chosen.objective.sampled_softmax is not None  # or a large vocabulary would cost time
     assert read == pytest.approx(budget.PASSES * text.stat().st_size / budget.BYTES_PER_TOKEN, rel=0.05)
@@ -84,17 +107,43 @@ def test_a_run_for_a_time_is_kept_as_it_was_sized_and_resumed_so(text: Path, tmp
     result = pretrain(config)
     assert result.outcome.finished
     kept = build(PretrainConfig, read_recipe(tmp_path / "run" / "recipe.toml"))
+    assert kept.model.width == 64  # the smallest, when not even that has the time for 20 steps
     assert kept.minutes is None and kept.train.steps == result.outcome.step
-    again, _ = budget.sized(replace(config, resume=True, minutes=5.0))
+    again = budget.sized(replace(config, resume=True, minutes=5.0)).config
     assert replace(again, resume=False) == kept
 
 
 def test_a_hub_dataset_bounds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "step_seconds", lambda model, batch, config: 1e-3)
+    monkeypatch.setattr(budget, "speed", lambda model, config: (1e-6, 0.0))
     monkeypatch.setattr(budget, "wide_letters", lambda data: 0)
     config = recipe("auto", minutes=20.0)
-    hub, _ = budget.sized(replace(config, data=replace(config.data, paths=("hub:some/set",))))
-    assert hub.train.steps == 20 * 60 * 1000 and hub.model.vocab_size > 512
+    hub = budget.sized(replace(config, data=replace(config.data, paths=("hub:some/set",)))).config
+    read = tokens_read(hub)
+    assert read == pytest.approx(20 * 60 * 1e6 / budget.OVERHEAD, rel=0.01) and hub.model.vocab_size > 512
+
+
+def test_the_law_is_the_fit_of_the_runs_that_are_kept() -> None:
+    law, others, furthest = fit(known())
+    assert law == pytest.approx(size_law.LAW, rel=1e-3)
+    assert others["python"] == pytest.approx(size_law.CODE, abs=1e-3)
+    assert others["chinese"] == pytest.approx(1.0, abs=0.01) and furthest <= size_law.SPREAD
+    within = [row for row in known() if size_law.fitted(12 * row["layers"] * row["width"] ** 2, row["millions"] * 1e6)]
+    assert len(within) == len(known()) >= 30
+
+
+def test_a_sized_run_ends_with_what_came_and_what_was_expected(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = recipe("auto", folder=tmp_path / "run", minutes=0.02)
+    pretrain(replace(config, data=replace(config.data, paths=(str(text),), folder=tmp_path / "data")))
+    printed = "".join(capfd.readouterr())
+    assert re.search(r"expected bits per byte: 0\.\d\d of a bigram model's|[1-9]\.\d\d of a bigram", printed), printed
+    said = re.search(
+        r"held-out text: ([\d.]+) bits per byte, a bigram model ([\d.]+); expected .*: ([\d.]+) to", printed
+    )
+    assert said is not None, printed
+    bits = held_out_bits(tmp_path / "run" / "model", tmp_path / "data", compressor=False)
+    assert [f"{bits[name]:.2f}" for name in ("this model", "bigram")] == [said[1], said[2]]
 
 
 def test_what_cannot_be_sized_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

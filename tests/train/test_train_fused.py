@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from families import FAMILIES, random_model
 from toys import toy_trainer
 
@@ -14,6 +15,7 @@ from plume.model.heads import Model
 from plume.model.transformer import attention_mask
 from plume.train import fused
 from plume.train.adapt import add_lora
+from plume.train.fused_softmax import compiled_softmax
 
 PADDED = torch.tensor([32, 7, 19])
 
@@ -64,18 +66,65 @@ def test_gradients_are_those_of_autograd_in_float64(
         torch.testing.assert_close(gradient.double(), expected[name], rtol=0, atol=1e-5 * max(size, 1), msg=name)
 
 
-def test_threads_do_not_change_a_bit() -> None:
+@pytest.mark.parametrize(("family", "lengths"), [("gpt2", None), ("openai-gpt", None), ("bert", PADDED)])
+def test_products_in_bfloat16_are_as_near_as_those_of_autocast(
+    family: str, lengths: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = FAMILIES[family]
+    model = random_model(config, "next-token" if config.causal else "masked-token").train()
+    tokens = torch.randint(0, 61, (3, 32))
+    exact = gradients(copy.deepcopy(model).double(), tokens, lengths)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = gradients(model, tokens, lengths)
+        fused.fuse(model)
+        for part in (fused.MLP, fused.Attention):
+            monkeypatch.setattr(part, "forward", None)  # what falls back would fail
+        found = gradients(model, tokens, lengths)
+    names = [name for name in exact if not name.endswith("k.bias")]  # whose gradient is 0
+    errors = [[float((each[n] - exact[n]).norm() / exact[n].norm()) for n in names] for each in (plain, found)]
+    assert 0 < sum(errors[1]) < 1.05 * sum(errors[0])
+    assert all(gradient.dtype == torch.float32 for gradient in found.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
     """The jobs alone: matrix products of torch may be cut differently."""
-    x, bias = torch.randn(300, 48), torch.randn(48)
-    before, found = torch.get_num_threads(), []
+    x, bias, given = torch.randn(300, 48).to(dtype), torch.randn(48), torch.randn(300, 48).to(dtype)
+    numbers, before, found = (300, 48, 1, int(dtype == torch.bfloat16)), torch.get_num_threads(), []
     for threads in (1, 2, 2):
         torch.set_num_threads(threads)
-        slope, y, sums = x.clone(), torch.empty_like(x), torch.zeros(fused.parts_of(300), 48)
-        fused.gelu_job(len(sums), 300, 48, 1, slope, bias, y)
-        fused.slope_job(len(sums), 300, 48, y, slope, sums)
-        found.append(torch.cat([slope, y, sums]))
+        y, slope, sums = torch.empty_like(x), given.clone(), torch.zeros(fused.parts_of(300), 48)
+        fused.gelu_job(len(sums), *numbers, x, bias, y, fused.memory_of_threads(48))
+        fused.slope_job(len(sums), *numbers, x, bias, slope, sums, fused.memory_of_threads(96))
+        found.append(torch.cat([slope.float(), y.float(), sums]))
     torch.set_num_threads(before)
     assert torch.equal(found[0], found[1]) and torch.equal(found[1], found[2])
+    torch.testing.assert_close(y, F.gelu(x.float() + bias, approximate="tanh").to(dtype))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_the_softmax_is_torchs(dtype: torch.dtype, close: float, raises: bool, smoothing: float) -> None:
+    torch.manual_seed(0)
+    logits, y = (4 * torch.randn(21, 300)).to(dtype), torch.randint(300, (21,))
+    raised = torch.randn(21) if raises else None
+    exact = logits.double().requires_grad_()
+    shift = torch.zeros_like(exact) if raised is None else F.one_hot(y, 300) * raised.double()[:, None]
+    expected = F.cross_entropy(exact + shift, y, reduction="none", label_smoothing=smoothing)
+    expected.sum().backward()
+    losses, gradient = compiled_softmax(logits, y, raised, smoothing)
+    assert gradient.dtype is dtype and exact.grad is not None
+    torch.testing.assert_close(losses.double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.double(), exact.grad, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_the_softmax_keeps_what_is_not_finite(broken: float) -> None:
+    logits = torch.randn(3, 40)
+    logits[1, 7] = broken
+    losses, _ = compiled_softmax(logits, torch.tensor([1, 2, 3]), None, 0.0)
+    assert losses.isfinite().tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("case", ["eval", "no gradients", "dropout", "documents", "hook", "lora", "relu", "long"])

@@ -191,12 +191,25 @@ def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     assert_same_weights(best, trainer)  # the run ends with the best weights
 
 
-def test_only_what_would_be_kept_is_called_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scores = iter([2.0, 1.0, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("losses", "called"),
+    [([5.0, 4.0, 4.0, 1.0], [2, 4]), ([5.0, 4.0, 3.0, 1.0], [2, 4, 6]), ([5.0, 4.0, math.nan, 1.0], [2, 4])],
+)
+def test_of_equal_scores_the_lower_loss_is_the_best(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], losses: list[float], called: list[int]
+) -> None:
+    """An accuracy is often equal, and the F1 of tags is 0 for long; only what would be kept is called best."""
+    scores = [2.0, 1.0, 1.0, 3.0]
     config = replace(CONFIG, validate_every=2, keep_best=True)
-    outcome = toy_trainer(tmp_path, config, evaluate=lambda model: next(scores)).run(resume=False)
-    called = [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if "(best)" in line]
-    assert called == ["step 2", "step 4"] and outcome.best_step == 4
+    trainer = toy_trainer(tmp_path, config, evaluate=lambda model: scores[trainer.step // 2 - 1])
+    first = torch.eye(len(trainer.weights))[0]  # only the first part of the loss is not 0
+    trainer.measure = lambda: losses[trainer.step // 2 - 1] * first  # type: ignore[method-assign]
+    outcome = trainer.run(resume=False)
+    lines = [line.split(":")[0] for line in capsys.readouterr().err.splitlines() if "(best)" in line]
+    assert lines == [f"step {step}" for step in called] and outcome.best_step == called[-1]
+    resumed = toy_trainer(tmp_path, config)
+    resumed.restore()
+    assert resumed.best == trainer.best
 
 
 def test_patience(tmp_path: Path) -> None:

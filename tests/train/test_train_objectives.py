@@ -270,3 +270,14 @@ def test_a_split_token_table_has_the_loss_and_gradients_of_a_whole_one(
         if bias:
             torch.testing.assert_close(b, wanted[2].grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.cat([results[0][2], results[1][2]]), wanted[1].grad, rtol=1e-5, atol=1e-5)
+
+
+def test_the_loss_is_summed_in_float32_under_autocast() -> None:
+    torch.manual_seed(0)
+    features, table = torch.randn(3000, 16, dtype=torch.bfloat16), torch.randn(50, 16)
+    targets = torch.randint(50, (3000,))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = token_loss(features, table, targets, vocab_size=50)
+    logits = F.linear(features, table.bfloat16()).double()
+    wanted = F.cross_entropy(logits, targets, reduction="sum")
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)

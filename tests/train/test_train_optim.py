@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -165,3 +166,29 @@ def test_short_sequences_are_those_of_the_first_steps(lengths: tuple[int, ...], 
         expected[lengths[int(share * len(lengths) + 1e-9)]] += batch_rows(step, config)
     objective = ObjectiveConfig(short_lengths=lengths, short_fraction=fraction)
     assert short_rows(objective, config) == [(rows, length) for length, rows in expected.items()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ill_conditioned_matrices_are_orthogonalised_in_any_precision(dtype: torch.dtype) -> None:
+    """Gradients are: in bfloat16 their largest singular values once grew beyond all bounds."""
+    torch.manual_seed(0)
+    for rows, columns, decay in product((32, 64), (64, 256), (1, 2, 4, 8)):
+        (u, _), (v, _) = (torch.linalg.qr(torch.randn(4, size, rows)) for size in (rows, columns))
+        given = (u * torch.logspace(0, -decay, rows)) @ v.mT
+        values = torch.linalg.svdvals(orthogonalise(given.to(dtype), steps=5).float())
+        assert values.max() < 1.25 and (values > 0.5).float().mean() > 0.35
+
+
+def test_muon_multiplies_in_the_precision_of_training() -> None:
+    """In bfloat16 too the update of a matrix is as good as orthogonal."""
+    config = TrainConfig(steps=1, optimizer="muon", muon_lr=1.0, weight_decay=0.0)
+    for products in (torch.float32, torch.bfloat16):
+        model = random_model(FAMILIES["gpt2"])
+        optimizers = Optimizers(model, config, products=products)
+        assert optimizers.parts[1].dtype is products  # type: ignore[attr-defined]
+        up = model.body.blocks[0].mlp.inner.up.weight  # (F, D)
+        before = up.detach().clone()
+        up.grad = torch.randn_like(up)
+        optimizers.step(1.0)
+        moved = torch.linalg.svdvals(up.detach() - before) / math.sqrt(up.shape[0] / up.shape[1])
+        assert moved.min() > 0.6 and moved.max() < 1.3
