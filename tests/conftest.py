@@ -1,7 +1,6 @@
 """What every test shares: the folder of real data, if it is there, and a watch on skipped tests."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,10 +72,3 @@ def pytest_runtest_makereport(item, call):
             report.outcome = "failed"
             report.longrepr = f"{item.nodeid} was skipped where everything should run: {reason}"
     return report
-
-
-def pytest_unconfigure() -> None:
-    """llama-cpp-python opens the null device when it is imported and never closes it, which would be the last word."""
-    if utils := sys.modules.get("llama_cpp._utils"):
-        utils.outnull_file.close()
-        utils.errnull_file.close()

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are not part of the package
 
-from benchmarks.__main__ import JOBS, RESULTS, chosen, merged, read  # noqa: E402
+from benchmarks.__main__ import HOURS, JOBS, RESULTS, SIZED, chosen, merged, read  # noqa: E402
 from benchmarks.pages import MARKS, README, TABLES, benchmarks_page, readme_table  # noqa: E402
 from benchmarks.results import Row  # noqa: E402
 from benchmarks.storm import memory_slope  # noqa: E402
@@ -26,6 +26,7 @@ ELSEWHERE = {
     "scores.search",
     "scores.pairs",
     "serve.slots",
+    *(f"budgets.{name}" for name in SIZED),
 }  # `plume demo` has tests of its own; the others need real data
 
 
@@ -49,9 +50,22 @@ def test_only_rows_that_were_measured_again_change():
     ]
 
 
+def test_rows_with_avx512_and_without_stand_side_by_side_and_the_table_shows_avx512():
+    job, key = "decode", "batch 1, int8, llama.cpp q8_0"
+    with_it, without = {"machine": "2 cores (avx2, avx512f)"}, {"machine": "2 cores (avx2)"}
+    old = [stored(job, key, 3.0, **without), stored("encode", "short", 5.0, **without)]
+    rows = merged(old, [stored(job, key, 4.0, **with_it), stored("encode", "short", 6.0, **with_it)])
+    assert [(row["key"], row["figure"]) for row in rows] == [("short", 6.0), (key, 4.0), (key, 3.0)]
+    assert merged(rows, [stored(job, key, 3.5, **without)])[2]["figure"] == 3.5
+    page = benchmarks_page(rows)
+    assert f"| {key} (AVX-512) | 4.00 x" in page and f"| {key} (AVX2 only) | 3.00 x" in page and "short (" not in page
+    table = readme_table(rows, "README.md")
+    assert "4.0 times as fast" in table and "3.0 times as fast" not in table
+
+
 def test_jobs_are_chosen_by_name_or_script():
     assert chosen(["train", "serve.page"]) == ["train.characters", "train.gpt2", "serve.page"]
-    assert chosen([]) == list(JOBS)
+    assert chosen([]) == [job for job in JOBS if job not in HOURS] and chosen([HOURS[0]]) == [HOURS[0]]
     with pytest.raises(SystemExit, match="no benchmark speed"):
         chosen(["speed"])
 

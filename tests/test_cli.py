@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from plume.cli.generate_command import answer
 from plume.cli.main import COMMANDS, main
 from plume.cli.verbs import KNOWN, VERBS, settings
 from plume.config import (
+    DataConfig,
     DistillConfig,
     FinetuneConfig,
     PretrainConfig,
@@ -97,6 +99,24 @@ def test_a_typo_in_an_option(capsys):
 
 def test_a_typo_in_a_verb(capsys):
     refused(capsys, ["pretran"], "there is no verb 'pretran'; plume --help lists them; did you mean 'pretrain'?")
+
+
+def test_verbs_of_other_tools_are_named_as_here(capsys):
+    refused(capsys, ["train", "x"], "there is no verb 'train'", "use plume pretrain or plume finetune")
+    refused(capsys, ["help", "finetune"], "use plume --help, or plume VERB --help")
+    refused(capsys, ["chat"], "use plume generate MODEL")
+
+
+def test_a_file_without_its_option_is_told_which_one(capsys):
+    refused(capsys, ["demo", "my_book.txt"], "a text is given as --text my_book.txt")
+    words = ["finetune", "runs/book", "rows.csv", "--folder", "runs/x"]
+    refused(capsys, words, "labelled rows are given as --task.train rows.csv")
+
+
+def test_a_misspelt_folder_is_told_the_one_that_is_there(capsys, here, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (here / "runs" / "book").mkdir(parents=True)
+    refused(capsys, ["generate", "runs/bok", "x"], "HF_HUB_OFFLINE is set", "did you mean 'runs/book'?")
 
 
 def test_a_missing_section_names_the_fields_that_it_needs(capsys, here):
@@ -220,6 +240,11 @@ def test_a_run_folder_stands_for_its_recipe(run_folder):
 def test_a_recipe_that_plume_brings_has_a_name(capsys, here):
     assert settings(PretrainConfig, ["gpt2-laptop"]).train.optimizer == "muon"
     refused(capsys, ["pretrain", "gpt2-labtop"], "; did you mean 'gpt2-laptop'?")
+    words, prepared = ["gpt2-laptop", "--folder", "data"], ("paths",)
+    data = settings(PretrainConfig, words[:1]).data
+    assert settings(DataConfig, words, *prepared, section="data") == replace(data, folder=Path("data"))
+    (here / "gpt2-laptop").write_text("a text of that name")
+    assert settings(DataConfig, words, *prepared, section="data").paths == ("gpt2-laptop",)
 
 
 def test_a_run_folder_is_a_model_unless_it_is_to_go_on(run_folder):

@@ -106,6 +106,8 @@ def test_a_missing_or_broken_recipe(tmp_path):
         read_recipe(broken)
     with pytest.raises(UserError, match="lr"):
         build(TrainConfig, with_overrides({"steps": 1, "batch": 1}, {"lr": "[" * 5000}))
+    broken.write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 5\r\n")  # as editors of Windows write it, which is whole
+    assert read_recipe(broken) == {"train": {"steps": 5}}
 
 
 def test_a_field_takes_one_word_and_a_list_takes_several():

@@ -56,6 +56,21 @@ def test_a_truncated_file(folder):
     refused(folder, "model.safetensors is corrupt or truncated")
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])
+def test_a_pointer_of_git_lfs_is_named(folder, file):
+    (folder / "model.safetensors").unlink()
+    (folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 548105171\n")
+    with pytest.raises(UserError, match="is a pointer of Git LFS; `git lfs pull` downloads the weights"):
+        load_model(folder)
+
+
+def test_a_config_that_windows_wrote(folder):
+    before = load_model(folder).table
+    for file in (folder / "config.json", folder / "plume.json"):
+        file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
+    assert torch.equal(load_model(folder).table, before)
+
+
 def test_a_file_that_is_something_else(folder):
     (folder / "model.safetensors").write_bytes(b"not tensors at all")
     refused(folder, "model.safetensors is corrupt or truncated")
@@ -140,7 +155,7 @@ def test_a_hub_that_does_not_answer_is_told_at_once(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     pauses = list[float]()
     monkeypatch.setattr(time, "sleep", pauses.append)
-    with pytest.raises(UserError, match="downloaded from the hub: the hub is unreachable and its cache has no copy"):
+    with pytest.raises(UserError, match="downloaded from the hub: it is unreachable or HF_HUB_OFFLINE is set, and its"):
         resolve("nobody/nothing")
     assert huggingface_hub.constants.HF_HUB_OFFLINE  # so nothing else waits either
     with pytest.raises(UserError, match=r"hub:no/such \(offline\)"):
@@ -159,6 +174,27 @@ def test_a_hub_name_in_the_cache_opens_offline(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     assert load_model("somebody/small").kind == "masked-token"
+
+
+@pytest.mark.parametrize("safetensors", [True, False])
+def test_of_the_hub_comes_what_a_model_needs(safetensors, tmp_path, monkeypatch):
+    """Weights came in both formats, twice the bytes, and a chat template in a file of its own did not come."""
+    import huggingface_hub.constants
+    from huggingface_hub.utils import filter_repo_objects
+
+    weights = ["pytorch_model.bin", *(["model.safetensors"] if safetensors else [])]
+    files = ["README.md", "config.json", "vocab.txt", "chat_template.jinja", "tf_model.h5", *weights]
+
+    def snapshot_download(name, *, allow_patterns):
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+            (tmp_path / file).write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert resolve("somebody/small") == tmp_path
+    needed = {"config.json", "vocab.txt", "chat_template.jinja", weights[-1]}
+    assert {path.name for path in tmp_path.iterdir()} == needed
 
 
 def test_a_run_that_has_not_ended_has_no_model_yet(tmp_path):

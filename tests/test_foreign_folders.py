@@ -14,6 +14,7 @@ import plume
 from plume.cli.main import main
 from plume.config import FinetuneConfig, TaskConfig, UserError
 from plume.hf import load_model, read_chat_template, read_config, save_model
+from plume.model.heads import Model
 from plume.model.loss import token_loss
 from plume.text import load_tokenizer
 from plume.train.finetune_plan import make_plan
@@ -550,6 +551,30 @@ def test_import_with_architecture_and_tokenizer(tmp_path, capsys):
     assert lm.head == "bare" and lm.tokenizer.encode("a b") == [4, 5]
     with torch.no_grad():
         torch.testing.assert_close(lm.model(TOKENS), theirs(TOKENS).last_hidden_state, **CLOSE)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu", "gelu_new"])
+def test_the_head_of_roberta_has_one_activation(activation, tmp_path):
+    """Whatever hidden_act says; its logits were others than those of transformers."""
+    theirs = roberta(hidden_act=activation)
+    theirs.save_pretrained(tmp_path / "m")
+    if activation == "gelu":
+        same(load_model(tmp_path / "m"), theirs)
+        return
+    with pytest.raises(UserError, match="RobertaForMaskedLM has 'gelu' in its head"):
+        load_model(tmp_path / "m")
+    roberta("RobertaModel", hidden_act=activation).save_pretrained(tmp_path / "bare")
+    body = load_model(tmp_path / "bare")
+    with pytest.raises(UserError, match="RobertaForMaskedLM has 'gelu' in its head"):
+        save_model(Model(body.config, "masked-token"), tmp_path / "saved")
+
+
+def test_weights_beside_other_values_without_a_family_named(tmp_path):
+    theirs = gpt2()
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({**theirs.state_dict(), "epoch": 3}, tmp_path / "pytorch_model.bin")
+    same(load_model(edit(tmp_path, "model_type", "architectures")), theirs)
 
 
 @pytest.mark.parametrize("several", [False, True])

@@ -35,7 +35,7 @@ def generate(config: GenerateConfig) -> None:
             batch(lm, config)
         elif config.prompt is not None or config.unconditional:
             answer(lm, None if config.unconditional else config.prompt, config.sampling, sys.stdout)
-        elif sys.stdin.isatty():
+        elif sys.stdin is not None and sys.stdin.isatty():
             Conversation(lm, config.sampling).run()
         else:
             answer(lm, _standard_input().removesuffix("\n"), config.sampling, sys.stdout)
@@ -45,6 +45,8 @@ def generate(config: GenerateConfig) -> None:
 
 def _standard_input() -> str:
     """What was piped in, its lines ending as everywhere else in Python."""
+    if sys.stdin is None:  # closed, as by some schedulers
+        raise UserError("there is no standard input; give a prompt, --prompts FILE or --unconditional")
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:

@@ -47,6 +47,9 @@ def plan(words: Words, flags: Flags) -> None:
 
 
 def demo(words: Words, _: Flags) -> None:
+    leading, _options = config.parse_options(config.DemoConfig, words)
+    if leading and not leading[0].endswith(".toml"):
+        raise UserError(f"unexpected argument {leading[0]!r}; a text is given as --text {leading[0]}")
     wanted = settings(config.DemoConfig, words)
     from plume.demo import demo as run
 

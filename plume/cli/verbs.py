@@ -14,6 +14,16 @@ from plume.config import RECIPE, UserError, build, describe, did_you_mean, find_
 
 T = TypeVar("T")
 JSON = {"json": "print the result as JSON"}
+OTHER_NAMES = {  # of the same in other tools
+    "train": "plume pretrain or plume finetune",
+    "chat": "plume generate MODEL",
+    "run": "plume generate MODEL",
+    "predict": "plume generate MODEL",
+    "eval": "plume evaluate",
+    "list": "plume runs",
+    "help": "plume --help, or plume VERB --help",
+    "version": "plume --version",
+}
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,8 @@ def verb_of(words: Sequence[str]) -> str:
     for name in (" ".join(words[:2]), *words[:1]):
         if name in KNOWN:
             return name
-    raise UserError(f"there is no verb {words[0]!r}; plume --help lists them{did_you_mean(words[0], KNOWN)}")
+    hint = f"; use {OTHER_NAMES[words[0]]}" if words[0] in OTHER_NAMES else did_you_mean(words[0], KNOWN)
+    raise UserError(f"there is no verb {words[0]!r}; plume --help lists them{hint}")
 
 
 def split_flags(verb: Verb, words: Sequence[str]) -> tuple[list[str], set[str]]:
@@ -182,7 +193,8 @@ def settings(
     """
     leading, overrides = parse_options(kind, words)
     table, origin = dict(start or {}), ""
-    if takes and leading and not is_recipe(leading, overrides):
+    named = section and len(leading) == 1 and leading[0] in config.recipe_names() and not Path(leading[0]).exists()
+    if takes and leading and not named and not is_recipe(leading, overrides):
         table |= positional(kind, takes, leading)
     elif leading:
         if len(leading) > 1:
@@ -198,6 +210,8 @@ def positional(kind: type, takes: Sequence[str], leading: Sequence[str]) -> dict
         return {takes[-1]: list(leading)}
     if len(leading) > len(takes):
         extra = leading[len(takes)]
+        if kind is config.FinetuneConfig:
+            raise UserError(f"unexpected argument {extra!r}; labelled rows are given as --task.train {extra}")
         raise UserError(f"unexpected argument {extra!r}; quote a text with blanks, and give options as --name value")
     return dict(zip(takes, leading, strict=False))
 

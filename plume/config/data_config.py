@@ -113,7 +113,7 @@ class DataConfig(Checked):
     encoding: str = option("utf-8", ENCODING)
     validation_fraction: float = option(0.01, "fraction of the documents held out for validation")
     split: Literal["hash", "tail"] | None = option(
-        None, "validation split by document hash or from the end; unset: tail below 1000 documents"
+        None, "held out by document hash or from the end; unset: the end of sources below 1000"
     )
     shard_mb: int = option(16, "MB of input per piece of work")
     workers: int | None = option(None, "worker processes; unset: one per core")

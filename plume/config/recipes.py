@@ -92,7 +92,7 @@ def _validate(kind: type[T], filled: dict[str, Any]) -> tuple[T | None, list[str
         else:
             return (None if problems else value), problems
         found = [e for e in found if e["type"] != "missing" or e["loc"] not in dropped]
-        problems += [sentence for e in found if (sentence := _sentence(e)) not in problems]
+        problems += [sentence for e in found if (sentence := _sentence(kind, e)) not in problems]
         for e in found:
             if e["type"] not in ("missing", "value_error"):
                 dropped.add(e["loc"])
@@ -181,10 +181,11 @@ def advice(kind: type, name: str) -> str:
     return f"; did you mean {min(near, key=lambda one: one.count('.'))}?" if near else ""
 
 
-def _sentence(error: dict[str, Any]) -> str:
+def _sentence(kind: type, error: dict[str, Any]) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "missing":
-        return f"{where} is missing"
+        what = help_at(kind, error["loc"])
+        return f"{where} is missing ({what})" if what else f"{where} is missing"
     if error["type"] == "dict_type":
         name, _, value = str(error["input"]).partition("=")
         return f"{where} has a value for each name: --{where}.{name} {value if value else 'VALUE'}"
@@ -192,6 +193,17 @@ def _sentence(error: dict[str, Any]) -> str:
     message = message[0].lower() + message[1:]
     text = message if error["type"] == "value_error" else f"{message}, not {error['input']!r}"
     return f"{where}: {text}" if where else text
+
+
+def help_at(kind: Any, path: Sequence[Any]) -> str:
+    """The help text of a field, by the names that lead to it; empty where there is none."""
+    text = ""
+    for name in path:
+        found = {f.name: f for f in fields(kind)} if is_dataclass(kind) else {}
+        if name not in found:
+            return ""
+        text, kind = help_of(found[name]), get_type_hints(kind)[name]
+    return text
 
 
 # ---- functions that take a config or its fields
@@ -272,7 +284,7 @@ class CallableModule(ModuleType):
 # ---- recipes and overrides
 def read_recipe(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"there is no recipe {path}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

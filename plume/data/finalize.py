@@ -98,13 +98,13 @@ class Splitter:
     """Writes a part of a shard, the tokens from `low` to `high`, at its place in the file, and hashes its chunks."""
 
     def __init__(
-        self, work: Path, entries: int, dtype: str, sides: int, separator: int | None, validation: float, by_hash: bool
+        self, work: Path, entries: int, dtype: str, sides: int, separator: int | None, validation: float
     ) -> None:
         self.work, self.dtype, self.sides = work, dtype, sides
         self.itemsize = np.dtype(dtype).itemsize
         self.dropped = open_mask(work, entries)
         self.separator = b"" if separator is None else np.array([separator], dtype).tobytes()
-        self.validation, self.by_hash = validation, by_hash
+        self.validation = validation
 
     def __call__(self, task: Task) -> Result:
         parts, starts = list[Any](), list[Ids]()
@@ -141,18 +141,18 @@ class Splitter:
         low, high = max(0, task["low"] - at), task["high"] - at
         return memoryview(b"".join(parts))[low * size : high * size], begin[runs.begins & (begin >= task["low"])]
 
-    def sizes(self, place: Place, border: int) -> dict[Split, int]:
+    def sizes(self, place: Place, border: int | None) -> dict[Split, int]:
         """Tokens that a piece adds to each split, with separators."""
         return {split: int(lengths.sum()) for split, (_, lengths) in self.runs(place, border).items()}
 
-    def runs(self, place: Place, border: int) -> dict[Split, tuple[Any, Ids]]:
+    def runs(self, place: Place, border: int | None) -> dict[Split, tuple[Any, Ids]]:
         """For each split the runs of tokens that a piece adds to it, and their lengths with separators."""
         e = read_entries(self.work, place, self.dropped, self.dtype)
         runs: Any = np.rec.fromarrays(  # type: ignore[call-overload]  # one row per side of an entry
             [e.edges[:-1], e.edges[1:], *(np.repeat(c, self.sides) for c in (e.keep, e.begins, e.ends, e.owner))],
             names="start,stop,keep,begins,ends,owner",
         )
-        runs, held = self.held_by_hash(runs) if self.by_hash else self.held_by_place(runs, place.seen, border)
+        runs, held = self.held_by_hash(runs) if border is None else self.held_by_place(runs, place.seen, border)
         found = dict[Split, tuple[Any, Ids]]()
         for split, wanted in SPLITS.items():
             mine = runs[runs.keep & (held == wanted)]
@@ -245,9 +245,7 @@ def finish(
     remove(work / "done")
     (work / "done").mkdir()
     places = find_places(work, pieces, results, dtype, sides)
-    many = config.split is None and sum(p.documents for p in places) >= FEW_DOCUMENTS
-    by_hash = config.split == "hash" or many
-    setup = (work, sum(r["entries"] for r in results), dtype, sides, separator, config.validation_fraction, by_hash)
+    setup = (work, sum(r["entries"] for r in results), dtype, sides, separator, config.validation_fraction)
     made = write_shards(config, work, list(shard_pieces(config, pieces, places, np.dtype(dtype).itemsize)), setup)
     shards = {split: [Shard(**r["shard"]) for r in made if r["split"] == split] for split in SPLITS}
     check_something_left(config, shards["train"])
@@ -271,7 +269,7 @@ def shard_pieces(config: DataConfig, pieces: list[WorkUnit], places: list[Place]
     number = 0
     for source, mine in groupby(zip(pieces, places, strict=True), key=lambda pair: pair[0].source):
         own = [place for _, place in mine]
-        border = int(sum(p.tokens for p in own) * (1 - config.validation_fraction))
+        border = validation_border(config, own)
         group, held = list[Place](), 0
         for place in own:
             if group and held + place.tokens * itemsize > SHARD_BYTES:
@@ -281,6 +279,17 @@ def shard_pieces(config: DataConfig, pieces: list[WorkUnit], places: list[Place]
             held += place.tokens * itemsize
         yield {"number": number, "source": source, "border": border, "places": group}
         number += 1
+
+
+def validation_border(config: DataConfig, own: list[Place]) -> int | None:
+    """The first held-out token of a source; None where documents are held out by their hash.
+
+    Each source has its own: a hundred novels beside many sentences would otherwise have none held out.
+    """
+    many = sum(place.documents for place in own) >= FEW_DOCUMENTS
+    if config.split == "hash" or (config.split is None and many):
+        return None
+    return int(sum(place.tokens for place in own) * (1 - config.validation_fraction))
 
 
 def write_shards(config: DataConfig, work: Path, groups: list[Task], setup: Setup) -> list[Result]:

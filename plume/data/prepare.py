@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # takes longer to import than all of this module, also in eve
 LOCK = ".lock"
 SPREAD = 4  # times the sample that its pieces hold, so that no stretch of the corpus is the whole sample
 DROPPED_SHARE = 0.01  # of a source's text from which the loss is reported on the console
-UNREAD = "files of other kinds (by their endings) were not read"
+UNREAD = "files of other kinds (by their endings, or pipes and devices) were not read"
 
 
 @dataclass(frozen=True)

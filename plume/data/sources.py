@@ -6,6 +6,7 @@ import glob
 import importlib
 import importlib.util
 import os
+import stat
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -100,18 +101,20 @@ def file_names(spec: str) -> list[str]:
         if not found:
             raise UserError(f"no file matches {spec!r}")
         return found
+    if is_special(path):
+        raise UserError(f"{spec!r} is a pipe, a socket or a device, which cannot be read twice; copy it into a file")
     neighbours = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     raise UserError(f"there is no file or folder {spec!r}{did_you_mean(path.name, neighbours)}")
 
 
 def unread_files(spec: str) -> list[Path]:
-    """The files in a folder that are left out because of their endings."""
+    """The files in a folder that are left out: of other endings, or pipes, sockets and devices."""
     path = at_home(spec)
     return [path / name for name in sorted(names_below(path, readable=False))] if path.is_dir() else []
 
 
 def names_below(base: Path, *, readable: bool = True) -> Iterator[str]:
-    """The files in a folder whose endings are known, or the others; hidden ones left out.
+    """The files in a folder whose endings are known, or the others and those that are special; hidden ones left out.
 
     Links to folders are followed, each folder is read once, and none that the base lies in.
     """
@@ -127,8 +130,19 @@ def names_below(base: Path, *, readable: bool = True) -> Iterator[str]:
         inner[:] = unseen
         below = os.path.relpath(folder, base)
         for name in files:
-            if not name.startswith((".", "__pycache__")) and readable_kind(name) == readable:
+            if name.startswith((".", "__pycache__")):
+                continue
+            if (readable_kind(name) and not is_special(os.path.join(folder, name))) == readable:
                 yield name if below == "." else os.path.join(below, name)
+
+
+def is_special(path: str | Path) -> bool:
+    """Whether it is a pipe, a socket or a device, whose opening or reading may never end."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:  # such as a link to nothing: whoever reads it says so
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def folder_id(path: str | Path) -> tuple[int, int]:

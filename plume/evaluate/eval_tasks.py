@@ -15,7 +15,7 @@ from io import TextIOWrapper
 from itertools import starmap
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 from plume.config import UserError, at_home, did_you_mean
 from plume.data.tables import open_bytes, read_rows, suffix_of
@@ -102,13 +102,29 @@ def pairs_file(path: Path) -> Iterator[TaskRow]:
         paradigm = Path(name).stem
         for number, line in enumerate(lines_of(text), 1):
             if line.strip():
-                yield TaskRow({"UID": paradigm, **json.loads(line)}, f"{path} {name} line {number}")
+                where = f"{path} {name} line {number}"
+                yield TaskRow({"UID": paradigm, **json_object(line, where)}, where)
+
+
+def json_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: not a JSON object")
+    return value
+
+
+def json_lines_in(folder: Path) -> list[Path]:
+    """Files only: to open a named pipe would wait without an end."""
+    return sorted(file for file in folder.rglob("*.jsonl") if is_rows(file.name) and file.is_file())
 
 
 def archived(path: Path) -> Iterator[tuple[str, str]]:
     """The JSON-lines files of a folder or an archive, by name."""
     if path.is_dir():
-        yield from ((file.name, file.read_text(encoding="utf-8")) for file in sorted(path.rglob("*.jsonl")))
+        yield from ((file.name, file.read_text(encoding="utf-8")) for file in json_lines_in(path))
     elif zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             names = sorted(name for name in archive.namelist() if is_rows(name))
@@ -429,7 +445,7 @@ def find_file(task: EvalTask, split: Split, data: Path | None) -> Path | None:
 def file_source(task: EvalTask, path: Path) -> RowSource:
     if not path.is_file() and not (path.is_dir() and task.read is pairs_file):
         raise UserError(f"there is no file {path}")
-    digests = [file_hash(file) for file in ([path] if path.is_file() else sorted(path.rglob("*.jsonl")))]
+    digests = [file_hash(file) for file in ([path] if path.is_file() else json_lines_in(path))]
     digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     return RowSource(str(path), digest[:16], lambda: task.read(path))
 

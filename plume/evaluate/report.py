@@ -15,6 +15,7 @@ import numpy as np
 from plume.config import UserError
 from plume.evaluate.task_run import TaskResult
 from plume.tasks.metrics import Metric, higher_is_better
+from plume.util.console import plural
 from plume.util.files import new_figure, save_figure, write_json, write_text
 
 if TYPE_CHECKING:
@@ -268,10 +269,7 @@ def facts(task: TaskReport) -> list[list[object]]:
         ["data", f"{Path(first.data).name}, hash `{first.data_hash}`"],
         ["model hash", f"`{first.model_hash}`"],
         ["shots", f"{first.shots}, seeds {', '.join(str(r.seed) for r in task.results)}"],
-        [
-            "items",
-            f"{first.items}, {first.cut} with their context cut on the left, {first.skipped} left out as too long",
-        ],
+        ["items", f"{first.items}, {first.cut} with context cut on the left, {first.skipped} left out as too long"],
         ["tokens", f"{first.tokens:,}"],
         ["requests", f"{first.scored} computed, {first.reused} from the stored scores"],
         ["time", f"{sum(r.seconds for r in task.results):.1f} s"],
@@ -284,9 +282,11 @@ def contamination_section(seen: Contamination) -> list[str]:
         ["clean", seen.clean, "" if seen.clean_items is None else seen.clean_items],
         ["dirty", seen.dirty, "" if seen.dirty_items is None else seen.dirty_items],
     ]
+    dirty = f"{plural(seen.dirty, 'item')} {'shares' if seen.dirty == 1 else 'share'}"
+    short = f"{plural(seen.short, 'item')} {'is' if seen.short == 1 else 'are'}"
     text = (
-        f"Contamination: {seen.dirty} items share a run of {seen.ngram} words with the training data; on average "
-        f"{seen.overlap:.1%} of an item's runs were found. {seen.short} items are shorter than that and count as clean."
+        f"Contamination: {dirty} a run of {plural(seen.ngram, 'word')} with the training data; on average "
+        f"{seen.overlap:.1%} of an item's runs were found. {short} shorter than that and clean."
     )
     return [text, table(["items", "count", seen.metric], rows)]
 
@@ -318,9 +318,7 @@ def scores(report: EvaluationReport, axes: Any) -> bool:
     errors = [0.0 if v.stderr is None else 1.96 * v.stderr for v in values]
     names = [f"{t.first.task} ({t.first.headline})" for t in shown]
     axes.barh(names, [v.value for v in values], xerr=errors)
-    axes.plot(
-        [v.value for v in values], names, "o", color="black", markersize=3, clip_on=False
-    )  # a score of 0 shows too
+    axes.plot([v.value for v in values], names, "o", color="black", markersize=3, clip_on=False)  # 0 shows too
     axes.invert_yaxis()
     axes.set_xlim(min([0.0, *(v.value for v in values)]), 1.0)
     axes.set_xlabel("score, with its 95 % interval")

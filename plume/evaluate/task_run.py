@@ -33,7 +33,8 @@ from plume.evaluate.requests import (
 )
 from plume.evaluate.subject import BLOCK, AnswerGenerator, ScoreStore, Subject
 from plume.inference.scoring import Score
-from plume.tasks.metrics import Metric, best_threshold
+from plume.tasks.metrics import NORMAL_95, Metric, best_threshold, possible, safe_exp
+from plume.util.console import plural
 from plume.util.files import write_rows
 from plume.util.progress import Progress
 
@@ -222,7 +223,7 @@ class TaskRun:
         if own:
             self.notes.append("the examples come from the scored file itself, as there is no training split")
         if len(pool) < count + own:
-            raise UserError(f"shots={count}: {self.task.name} has only {len(pool)} items to draw from")
+            raise UserError(f"shots={count}: {self.task.name} has only {plural(len(pool), 'item')} to draw from")
         return self._after(items, pool, own)
 
     def _after(self, items: Sequence[Item], pool: Sequence[Item], own: bool) -> Iterator[Item]:
@@ -369,15 +370,19 @@ def chance_level(records: Sequence[Record], name: str) -> float | None:
 
 
 def interval(records: Sequence[Record], name: str, found: Metric) -> tuple[float, float] | None:
-    """95 %: Wilson's for shares of right answers, which is honest for few items too; else 1.96 standard errors."""
+    """95 %: Wilson's for shares of right answers, honest for few items; else by errors, a perplexity's of its log."""
     values = [record.get(name) for record in records]
     if all(isinstance(value, float) and 0 <= value <= 1 for value in values) and name.startswith(("acc", "exact")):
-        n, share, z = len(values), found.value, 1.96
+        n, share, z = len(values), found.value, NORMAL_95
         middle, spread = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
         return max(0.0, (middle - spread) / (1 + z * z / n)), min(1.0, (middle + spread) / (1 + z * z / n))
     if found.stderr is None:
         return None
-    return found.value - 1.96 * found.stderr, found.value + 1.96 * found.stderr
+    reach, (lowest, highest) = NORMAL_95 * found.stderr, possible(name)
+    if "perplexity" in name:
+        factor = safe_exp(reach / found.value)
+        return max(lowest, found.value / factor), found.value * factor
+    return max(lowest, found.value - reach), min(highest, found.value + reach)
 
 
 def by_group(records: Sequence[Record], name: str) -> dict[str, list[float]]:

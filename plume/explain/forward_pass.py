@@ -207,6 +207,12 @@ class ForwardPass:
         return self._recorded
 
     @property
+    def bytes(self) -> int:
+        """Memory of what was asked for so far; many sites share theirs, such as a sum and what it leaves as."""
+        known = [*self._recorded.values(), *([self.logits] if "logits" in self.__dict__ else [])]
+        return sum({s.data_ptr(): s.nbytes() for s in (x.untyped_storage() for x in known)}.values())
+
+    @property
     def hidden(self) -> Tensor:
         """The last hidden states, (T, D)."""
         return self.record([])["hidden"]

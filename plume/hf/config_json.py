@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from plume.config import ModelConfig, UserError
-from plume.hf.families import FAMILIES, Family, family_named, family_of, family_with_class, family_with_tensors
+from plume.hf.families import (
+    FAMILIES,
+    Family,
+    check_head,
+    family_named,
+    family_of,
+    family_with_class,
+    family_with_tensors,
+)
 from plume.hf.weights import tensor_shapes
 from plume.util.files import read_json, write_json
 
@@ -48,6 +56,7 @@ def read_config(folder: Path, architecture: str | None = None) -> FolderConfig:
         family = find_family(raw, folder)
         model = ModelConfig(**our_values(raw, family))
         head = find_head(raw, family, folder)
+        check_head(family, model, head)
         return FolderConfig(model, family, head, find_labels(raw, head), find_end_ids(raw, family, model, folder), raw)
     except (TypeError, UserError) as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from None
@@ -254,6 +263,7 @@ def read_chat_template(folder: Path | None) -> str | None:
 
 def to_hf_config(model: Model, tokenizer: Tokenizer | None) -> dict[str, Any]:
     family, config = family_of(model.config), model.config
+    check_head(family, config, model.kind)
     values: dict[str, Any] = {
         "architectures": [family.heads[model.kind][0]],
         "model_type": family.model_type,

@@ -50,6 +50,7 @@ class Family:
     second_keys: Mapping[str, str] = field(default_factory=dict)  # their key: our field, repeated
     written: Mapping[str, Any] = field(default_factory=dict)  # their keys that are written and never read
     end_token: int | None = None  # what its class assumes as eos_token_id
+    head_activations: Mapping[str, str] = field(default_factory=dict)  # of heads that have one whatever the config says
     positions_after_pad: bool = False  # first_position is the padding token's id plus one, and the context counts both
     needs_ids: bool = False  # its class takes no None for a special token's id; 0 is what it assumes itself
 
@@ -300,6 +301,7 @@ ROBERTA = replace(
     behaves={name: value for name, value in BERT.behaves.items() if name != "first_position"},
     assumes={**BERT.assumes, "vocab_size": 50_265},
     end_token=2,
+    head_activations={"masked-token": "gelu"},
     output="lm_head.decoder.weight",
     ties={
         "lm_head.decoder.weight": "embeddings.word_embeddings.weight",
@@ -445,6 +447,12 @@ def family_of(config: ModelConfig) -> Family:
         if alike and config.activation in family.activations:
             return family
     raise UserError(f"the config matches no supported Hugging Face architecture, so it cannot be saved: {config}")
+
+
+def check_head(family: Family, config: ModelConfig, head: str) -> None:
+    """Refuse a head that transformers would compute with another activation."""
+    if (fixed := family.head_activations.get(head, config.activation)) != config.activation:
+        raise UserError(f"activation={config.activation!r}: {family.heads[head][0]} has {fixed!r} in its head, use it")
 
 
 def family_named(model_type: object) -> Family:

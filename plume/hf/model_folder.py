@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plume.config import UserError, at_home
+from plume.config import UserError, at_home, did_you_mean
 from plume.hf.checkpoint_model import checkpoint_model, openable_steps
 from plume.hf.config_json import (
     CHAT_TEMPLATE,
@@ -69,14 +69,17 @@ def download(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.txt", "pytorch_model*.bin"]
+    patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
     offline = hub_is_offline()
     try:
         folder = Path(snapshot_download(name, allow_patterns=patterns))
+        if not any(folder.rglob("model*.safetensors")):  # most repositories have the weights in both formats
+            snapshot_download(name, allow_patterns="pytorch_model*.bin")
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        reason = "the hub is unreachable and its cache has no copy" if offline else reason
-        raise UserError(f"there is no folder {name}, and it cannot be downloaded from the hub: {reason}") from None
+        reason = "it is unreachable or HF_HUB_OFFLINE is set, and its cache has no copy" if offline else reason
+        why = reason + did_you_mean(name, [str(folder) for folder in Path(name).parent.glob("*") if folder.is_dir()])
+        raise UserError(f"there is no folder {name}, and it cannot be downloaded from the hub: {why}") from None
     if not (folder / "config.json").is_file():
         raise UserError(f"{name} has no config.json on the hub, so it is not a model folder")
     return folder

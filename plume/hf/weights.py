@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,8 @@ def indexed_files(index: Path) -> list[Path]:
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor; safetensors are mapped, not read."""
-    return {name: tuple(tensor.shape) for name, tensor in read_tensors(folder).items()}
+    found = read_tensors(folder)
+    return {name: tuple(tensor.shape) for name, tensor in found.items() if hasattr(tensor, "shape")}
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -66,10 +68,20 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             else:
                 tensors |= torch.load(file, map_location="cpu", weights_only=True)
         except (SafetensorError, RuntimeError, ValueError, EOFError, OSError) as error:
+            refuse_pointer(file)
             raise UserError(f"{file} is corrupt or truncated: {str(error).splitlines()[0]}") from None
         except Exception as error:  # unpickling raises anything
+            refuse_pointer(file)
             raise UserError(f"{file} holds more than tensors, so it is not opened: {type(error).__name__}") from None
     return tensors
+
+
+def refuse_pointer(file: Path) -> None:
+    """A clone without Git LFS has small texts in place of large files."""
+    if os.access(file, os.R_OK):
+        with file.open("rb") as stream:
+            if stream.read(40).startswith(b"version https://git-lfs"):
+                raise UserError(f"{file} is a pointer of Git LFS; `git lfs pull` downloads the weights")
 
 
 def write_tensors(tensors: Mapping[str, FolderTensor], folder: Path, max_shard_bytes: int, gather: Gather) -> None:

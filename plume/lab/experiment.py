@@ -8,11 +8,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from plume import __version__
-from plume.config import PRESETS, ModelConfig, ReproduceConfig, build
+from plume.config import PRESETS, ModelConfig, ReproduceConfig, at_home, build
 from plume.util.devices import training_flops_per_token
 
 LOWER = ("loss", "bits")  # columns that begin so are better when lower
@@ -256,7 +255,7 @@ def label(task: str, text: bool = False) -> str:
 
 def is_text(task: str) -> bool:
     """Whether a task of `plume evaluate` is a text to predict, whose score is better when lower."""
-    if task.endswith(".jsonl") and "=" not in task and not Path(task).is_file():
+    if task.endswith(".jsonl") and "=" not in task and not at_home(task).is_file():
         return False  # made by a job
     from plume.evaluate.eval_tasks import find_task
 

@@ -165,7 +165,7 @@ def finetune_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbe
     The plots, predictions and baselines of `plume finetune` would take longer than the training of a small model.
     """
     from plume.train.distribute import shared_precision
-    from plume.train.finetune import run_seed
+    from plume.train.finetune import best_seed, run_seed
     from plume.train.finetune_plan import make_plan
     from plume.train.pretrain import open_run
 
@@ -181,7 +181,7 @@ def finetune_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbe
             run_seed(replace(plan, lr=rate), config.seed, work / f"rate-{rate:g}", run.ranks, precision)
             for rate in settings["rates"]
         ]
-        return {"score": max(float(run.score) for run in runs)}
+        return {"score": best_seed(runs, plan.metric).score}
 
 
 def evaluate_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbers:

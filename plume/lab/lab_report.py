@@ -27,6 +27,7 @@ from plume.lab.experiment import (
 )
 from plume.lab.jobs import Numbers
 from plume.lab.verdicts import PairedTest, paired_test, verdict
+from plume.util.console import plural
 from plume.util.files import read_json, write_json, write_text
 
 Cells = Mapping[tuple[str, int], Numbers]  # variant and seed: column: number
@@ -115,9 +116,9 @@ def markdown(
     parts = [
         f"# {experiment.name}",
         f"{experiment.question} {experiment.paper}.",
-        f"Scale {lab.scale:g}, {lab.config.seeds} seeds, on {data}: models of {lab.wide * WIDTH} units trained for "
-        f"about {lab.scaled(STEPS):,} steps of {BATCH * CONTEXT:,} tokens. The paper's are thousands of times larger, "
-        f"so compare directions, not figures. {experiment.note}".rstrip(),
+        f"Scale {lab.scale:g}, {plural(lab.config.seeds, 'seed')}, on {data}: models of {lab.wide * WIDTH} units "
+        f"trained for about {lab.scaled(STEPS):,} steps of {BATCH * CONTEXT:,} tokens. The paper's are thousands of "
+        f"times larger, so compare directions, not figures. {experiment.note}".rstrip(),
         table(["variant", *shown(cells), f"in the paper ({experiment.published_as})"], rows_of(experiment, cells)),
         f"Mean over seeds (lowest to highest). Loss and bits per byte: lower is better.{tuned_at(experiment, lab)}",
         table(["claim", "difference", "95 % interval", "seeds", "p", "verdict"], [claim_row(c, t) for c, t in tests]),
@@ -182,7 +183,7 @@ def write_summary(folder: Path) -> None:
     counts = ", ".join(f"{verdicts.count(word)} {word}" for word in ("reproduced", "open", "contrary"))
     parts = [
         "# Results of the experiments",
-        f"{len(found)} experiments, {len(verdicts)} claims: {counts}.",
+        f"{plural(len(found), 'experiment')}, {plural(len(verdicts), 'claim')}: {counts}.",
         table(
             ["experiment", "claim", "seeds", "difference", "95 % interval", "verdict"],
             [summary_row(name, claim) for name, result in found.items() for claim in result["claims"]],

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plume.config import PRESETS, ReproduceConfig, UserError, did_you_mean, takes_fields
+from plume.config import PRESETS, ReproduceConfig, UserError, at_home, did_you_mean, takes_fields
 from plume.lab.experiment import Experiment, Lab, LabJob, jobs_of
 from plume.lab.jobs import KINDS, Numbers
 from plume.lab.lab_report import write_report
@@ -127,7 +127,7 @@ def data_digest(config: ReproduceConfig) -> str:
 
 def task_digest(config: ReproduceConfig) -> str:
     """Apart from that of the data: other tasks need no new pretraining."""
-    files = (Path(name.partition("=")[2] or name) for name in config.tasks)
+    files = (at_home(name.partition("=")[2] or name) for name in config.tasks)
     return digest_of("", (file for file in files if file.is_file()))
 
 

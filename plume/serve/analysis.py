@@ -61,9 +61,9 @@ def text_fields(served: Served, ids: list[int]) -> dict[str, Any]:
 def score(served: Served, body: schemas.ScoreRequest) -> dict[str, Any]:
     check_model(served, "predict tokens", served.generates or served.masks)
     ids = served.tokens_of(body.input)
-    given = None if body.prompt is None else served.tokens_of(body.prompt)
+    given = served.tokens_of(body.prompt) if body.prompt else []
     lm = served.lm if served.generates else served.sliced_lm
-    found = score_tokens(lm.scorer(), ids, given=[] if given is None else given, stride=lm.config.context // 2)
+    found = score_tokens(lm.scorer(), ids, given=given, stride=lm.config.context // 2)
     assert found.ranks is not None and found.entropies is not None
     missing = len(ids) - len(found.logprobs)  # the first token, when there is no start token before it
     total = -found.total

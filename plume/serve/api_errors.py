@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as AnyHTTPException
 
 from plume.config import UserError
+from plume.inference.sequences import ContextLengthError
 from plume.serve.scheduler import Busy, Closed, TimedOut
 from plume.serve.schemas import printable
 
@@ -58,6 +59,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(408, str(error), code="timeout")
     if isinstance(error, Closed):
         return ApiError(503, str(error), code="closed", headers={"Retry-After": "1"})
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, UserError):
         return ApiError(400, str(error))
     if isinstance(error, RequestValidationError):

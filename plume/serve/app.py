@@ -220,11 +220,13 @@ def install_runs(app: FastAPI, runs: Runs) -> None:
 
 
 def install_health(app: FastAPI) -> None:
+    @app.head("/healthz", include_in_schema=False)
     @app.get("/healthz", tags=["health"])
     async def healthz() -> JSONResponse:
         """The process answers."""
         return JSONResponse({"status": "ok"})
 
+    @app.head("/readyz", include_in_schema=False)
     @app.get("/readyz", tags=["health"])
     async def readyz() -> JSONResponse:
         """Models are open and requests are accepted."""

@@ -31,6 +31,7 @@ from plume.lm import LM
 from plume.serve.api_errors import ApiError
 from plume.serve.scheduler import CHUNK, CURRENT, Busy, Scheduler, chunks, pause
 from plume.serve.schemas import TextOrTokens
+from plume.util.console import plural
 from plume.util.run_folder import is_run, split_reference
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MASKED_HEADS = ("masked-token", "pretraining")
-TOKENS_REMEMBERED = 2048  # of explained texts, over all of them
+EXPLAINED_BYTES = 256 << 20  # of activations of texts before the last one, so that a page may return to them
 LONG_TEXT = 50_000  # characters
 BETWEEN_WORDS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 NAMES_LISTED = 20  # models in an error message
@@ -232,7 +233,7 @@ class Served:
 
         rows = self.rows_of(text, pair)
         if row >= len(rows):
-            raise ApiError(400, f"row={row}: this text makes {len(rows)} rows", param="row")
+            raise ApiError(400, f"row={row}: this text makes {plural(len(rows), 'row')}", param="row")
         chosen = rows[row]
         self.check_length(chosen.tokens)
         key = (*chosen.tokens, -1, *(chosen.segments or ()), -1, *(chosen.source or ()))
@@ -245,7 +246,7 @@ class Served:
         with self._lock:
             self._explained[key] = found
             self._explained.move_to_end(key)
-            while len(self._explained) > 1 and sum(map(len, self._explained)) > TOKENS_REMEMBERED:
+            while len(self._explained) > 1 and sum(e.bytes for e in self._explained.values()) > EXPLAINED_BYTES:
                 self._explained.popitem(last=False)
         return found
 

@@ -12,6 +12,7 @@ import numpy as np
 from plume.tasks.schema import Example
 from plume.tasks.task_data import TaskData
 from plume.tasks.task_kind import TaskKind
+from plume.util.console import plural
 
 COPIES = 0.01  # share of rows from which copies are reported
 DOMINANT = 0.8  # share of the rows from which one label is too frequent
@@ -89,9 +90,7 @@ def duplicates(train: Sequence[Example], texts: Sequence[str]) -> Iterator[Findi
             labels.setdefault(text, set()).add(repr(example.label))
     different = sum(len(found) > 1 for found in labels.values())
     if different >= max(1, COPIES * len(texts)):
-        yield Finding(
-            "contradictions", f"{different:,} training texts occur with different labels; correct them in --task.train"
-        )
+        yield Finding("contradictions", f"{plural(different, 'training text')} with different labels in --task.train")
 
 
 def constant_fields(data: TaskData) -> Iterator[Finding]:
@@ -114,8 +113,8 @@ def missing_labels(data: TaskData, kind: TaskKind) -> Iterator[Finding]:
     if counts:
         yield Finding(
             "missing labels",
-            f"{counts.total():,} training rows have the label {' or '.join(map(repr, counts))}, which is learned like "
-            "any other; if it means that there is none, leave these cells of --task.train empty",
+            f"{plural(counts.total(), 'training row')} with the label {' or '.join(map(repr, counts))}, which is "
+            "learned like any other; if it means that there is none, leave these cells of --task.train empty",
         )
 
 
@@ -133,7 +132,7 @@ def imbalance(data: TaskData, kind: TaskKind) -> Iterator[Finding]:
     rare = [name for name, count in counts.items() if count < RARE]
     if rare:
         shown = ", ".join(map(repr, rare[:5])) + (" and more" if len(rare) > 5 else "")
-        yield Finding("rare labels", f"{len(rare)} labels have fewer than {RARE} training rows ({shown}): add rows")
+        yield Finding("rare labels", f"{plural(len(rare), 'label')} below {RARE} training rows ({shown}): add rows")
 
 
 def few_rows(data: TaskData) -> Iterator[Finding]:

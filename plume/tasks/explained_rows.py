@@ -20,6 +20,7 @@ from plume.tasks import Predictor
 from plume.tasks.generate import end_token
 from plume.tasks.schema import Example
 from plume.text import Tokenizer
+from plume.util.console import plural
 
 LESSON = (
     "A robot must obey the orders given it by human beings except where such orders would conflict with the First Law."
@@ -113,7 +114,7 @@ def explain_text(
     """One of a text's rows inside the model."""
     rows = explained_rows(model, tokenizer, folder, text, pair)
     if not 0 <= row < len(rows):
-        raise UserError(f"row={row} does not exist; this text makes {len(rows)} rows, counted from 0")
+        raise UserError(f"row={row} does not exist; this text makes {plural(len(rows), 'row')}, counted from 0")
     chosen = rows[row]
     explained = explain(
         model, chosen.tokens, spell=lambda t: spelled(tokenizer, t), segments=chosen.segments, source=chosen.source

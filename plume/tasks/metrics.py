@@ -21,6 +21,9 @@ Floats = npt.NDArray[np.float64]
 LOWER_IS_BETTER = ("perplexity", "bits_per", "loss", "mse")
 ROUGE = ("rouge1", "rouge2", "rougeL")
 PREFIXES = {"B": "B", "I": "I", "M": "I", "E": "E", "L": "E", "S": "S", "U": "S", "O": "O"}  # BIOES, BILOU and BMES
+NORMAL_95 = 1.96
+RANGES = {**dict.fromkeys(("bleu", "chrf"), (0.0, 100.0)),
+          **dict.fromkeys(("pearson", "spearman", "matthews", "mcc"), (-1.0, 1.0))}  # fmt: skip
 HAN = "\u3400-\u9fff"  # Chinese characters: no space separates words, so each counts as one
 
 
@@ -42,14 +45,22 @@ def higher_is_better(name: str) -> bool:
     return not any(word in name for word in LOWER_IS_BETTER)
 
 
+def possible(name: str) -> tuple[float, float]:
+    """The lowest and the highest value that a metric can have."""
+    if name in RANGES:
+        return RANGES[name]
+    return (0.0, 1.0) if higher_is_better(name) else (float("perplexity" in name), math.inf)
+
+
 def as_loss(name: str, value: float) -> float:
     """The value with a sign that makes lower better."""
     return -value if higher_is_better(name) else value
 
 
 def summary(values: Sequence[float]) -> Mapping[str, float]:
-    """Median and spread over seeds."""
+    """Median and spread over seeds whose score is a number, if there is one."""
     array = np.array(values)
+    array = array if np.isnan(array).all() else array[~np.isnan(array)]
     return {
         "median": float(np.median(array)),
         "lowest": float(array.min()),
@@ -114,10 +125,6 @@ def bits_metric(rate: tuple[float, float | None]) -> Metric:
 
 
 # ---- labels and numbers ------------------------------------------------------------------------------------------
-
-
-def no_baseline(name: str) -> float:
-    return 0.0 if higher_is_better(name) else math.inf
 
 
 class ClassificationMetric:
@@ -235,7 +242,8 @@ class RegressionMetric:
         }
 
     def baseline(self, name: str) -> float:
-        return no_baseline(name)
+        """Of the mean, the best constant: it correlates with nothing."""
+        return float(np.var(self.gold)) if name == "mse" and self.gold else 0.0
 
 
 def correlation(a: Floats, b: Floats) -> float:
@@ -302,7 +310,7 @@ class EntityMetric:
         return {"f1": f1, "precision": precision, "recall": recall, "accuracy": accuracy}
 
     def baseline(self, name: str) -> float:
-        return no_baseline(name)
+        return 0.0
 
 
 def entities(tags: Sequence[str]) -> Iterator[tuple[str, int, int]]:
@@ -481,4 +489,4 @@ class GenerationMetric:
         return found | {"exact_match": mean(same).value}
 
     def baseline(self, name: str) -> float:
-        return no_baseline(name)
+        return 0.0

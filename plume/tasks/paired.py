@@ -16,12 +16,12 @@ from plume.data.batches import generator
 from plume.tasks import metrics
 from plume.tasks.schema import Example, Prediction
 from plume.tasks.task_kind import TaskKind, evaluate
+from plume.util.console import plural
 
 UPDATES = 200_000  # predictions added over all resamples: a second or two
 FEWEST, MOST = 100, 1000  # resamples
 LARGEST = 5000  # rows of one resample; the error is scaled to all rows
 TEXTS = (30, 100)  # resamples and rows where metrics compare texts, which takes a hundred times as long
-NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,9 @@ class Verdict:
     def __str__(self) -> str:
         words = {"worse": "worse than", "level": "level with", "better": "better than"}[self.outcome]
         return (
-            f"{words} {self.against}: {self.metric} {self.score:.3f} against {self.baseline:.3f} on {self.rows:,} rows "
-            f"(difference {self.score - self.baseline:+.3f}, 95 % interval {self.low:+.3f} to {self.high:+.3f})"
+            f"{words} {self.against}: {self.metric} {self.score:.3f} against {self.baseline:.3f} on "
+            f"{plural(self.rows, 'row')} (difference {self.score - self.baseline:+.3f}, "
+            f"95 % interval {self.low:+.3f} to {self.high:+.3f})"
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -65,17 +66,10 @@ def compare(
     """The verdict on our predictions, by a paired bootstrap over the labelled rows."""
     rows = np.array([n for n, e in enumerate(examples) if kind.measurable(e)])
     both = [evaluate(kind, examples, given).results()[metric] for given in (ours, theirs)]
-    margin = NORMAL_95 * difference_error(kind, examples, ours, theirs, metric, rows)
-    gap = both[0] - both[1]
-    return Verdict(
-        metric=metric,
-        against=against,
-        score=both[0],
-        baseline=both[1],
-        low=gap - margin,
-        high=gap + margin,
-        rows=len(rows),
-    )
+    margin = metrics.NORMAL_95 * difference_error(kind, examples, ours, theirs, metric, rows)
+    gap, (lowest, highest) = both[0] - both[1], metrics.possible(metric)
+    low, high = max(lowest - highest, gap - margin), min(highest - lowest, gap + margin)
+    return Verdict(metric=metric, against=against, score=both[0], baseline=both[1], low=low, high=high, rows=len(rows))
 
 
 def difference_error(

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from plume.tasks.schema import Columns, Example, Prediction, Target, TaskSetting
 from plume.tasks.task_kind import RowReader, TaskKind, TaskOptions, hidden_states
 from plume.tasks.token_rows import NO_LABEL, IntArray, LabelledBatch, LabelledRows, TokenRow, Truncation
 from plume.text import Tokenizer
+from plume.util.hashing import space_between
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,10 @@ class WordRows:
 
     def rows(self, sentences: Sequence[Sequence[str]]) -> list[list[TagRow]]:
         """The rows of each sentence; most need one."""
-        spelled = [[word if place == 0 else f" {word}" for place, word in enumerate(words)] for words in sentences]
+        spelled = [
+            [f" {word}" if before and space_between(before, word) else word for before, word in pairwise(["", *words])]
+            for words in sentences
+        ]
         new = sorted({word for words in spelled for word in words} - self.pieces.keys())
         unknown = [] if self.tokenizer.unknown is None else [self.tokenizer.unknown]
         for word, ids in zip(new, self.tokenizer.encode_batch(new), strict=True):

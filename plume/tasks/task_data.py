@@ -9,15 +9,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from plume.config import TaskConfig, UserError, did_you_mean
+from plume.config import TaskConfig, UserError, at_home, did_you_mean
 from plume.data.tables import TABLES, Row, Tally, suffix_of
 from plume.tasks import KINDS, kind_named
 from plume.tasks.classify import ClassifyTask, as_number
 from plume.tasks.readers import GLUE, table_rows
 from plume.tasks.schema import Columns, Example, Target, TaskSettings, assign_columns, examples_from
 from plume.tasks.task_kind import RowReader, TaskKind
+from plume.util.console import plural
 
 SHOWN_ROWS = 100  # by which columns and kind are guessed
+PATHS = ("train", "validation", "test", "targets", "validation_targets", "test_targets")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class TaskFile:
 
 def load_task(config: TaskConfig, *, seed: int = 0) -> TaskData:
     """Read every file of a task. Mistakes in it are one UserError that names the file, the line and the remedy."""
-    config, metric = _with_glue(config)
+    config, metric = _with_glue(_with_home(config))
     train_path, validation_path = _files(config)
     skipped = Tally()
     file = open_file(train_path, config, skipped)
@@ -142,11 +144,18 @@ def read_labelled(path: Path, settings: TaskSettings) -> list[Example]:
 
 
 def _reasons(skipped: Tally) -> str:
-    found = [f"{count:,} rows: {reason}" for reason, count in skipped.counts.most_common()]
+    found = [f"{plural(count, 'row')}: {reason}" for reason, count in skipped.counts.most_common()]
     return f" ({'; '.join(found)})" if found else ""
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
+
+
+def _with_home(config: TaskConfig) -> TaskConfig:
+    """The config with the home folder for `~` in its paths."""
+    given = {name: value for name in PATHS if (value := getattr(config, name)) is not None}
+    changed: dict[str, Any] = {name: str(at_home(value)) for name, value in given.items()}
+    return replace(config, **changed)
 
 
 def _with_glue(config: TaskConfig) -> tuple[TaskConfig, str | None]:
@@ -186,7 +195,7 @@ def _files(config: TaskConfig) -> tuple[Path, Path | None]:
         if validation is None:
             validation = _found(Path(train), ("dev", "validation", "valid", "val", "dev_matched"))
         train = found
-    for path in (train, validation, config.test, config.targets, config.validation_targets, config.test_targets):
+    for path in (train, validation, *(getattr(config, name) for name in PATHS[2:])):
         if path is not None and not Path(path).is_file():
             raise UserError(f"there is no file {path}")
     return Path(train), None if validation is None else Path(validation)
@@ -232,7 +241,7 @@ def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Ex
     if not validation or not train:
         texts = len({digest for digest, _ in everyone})
         raise UserError(
-            f"{len(examples)} rows with {texts} different texts are too few to hold some out; add rows, or give a file "
-            "with --task.validation"
+            f"{plural(len(examples), 'row')} with {plural(texts, 'different text')}: too few to hold some out; add "
+            "rows, or give a file with --task.validation"
         )
     return train, validation

@@ -168,7 +168,9 @@ class Tokenizer:
     @cached_property
     def piece_table(self) -> list[bytes]:
         """The bytes of every token by id."""
-        tokens, added = self.definition.tokens, self.definition.added
+        tokens, added = self.definition.tokens, set(self.definition.added)
+        if self.kind == "library":
+            added |= set(self._backend.get_added_tokens_decoder())
         if self.kind in BYTE_KINDS or self._byte_level:
             return [
                 token.encode()

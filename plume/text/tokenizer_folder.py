@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +44,13 @@ def load_tokenizer(folder: Path | str) -> Tokenizer:
         )
     places = (given, given / "tokenizer", given / "model")
     folder = next((place for place in places if any((place / name).exists() for name in VOCABULARIES)), given)
-    config = _read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    config = _read_if_there(folder / "tokenizer_config.json")
     if (folder / "tokenizer.json").exists():
         return Tokenizer(_from_tokenizer_json(folder, config))
     if (folder / "vocab.json").exists():
-        return Tokenizer(_from_vocab_and_merges(folder, config))
+        return Tokenizer(_with_added(_from_vocab_and_merges(folder, config), folder, config))
     if (folder / "vocab.txt").exists():
-        return Tokenizer(_from_vocab_txt(folder, config))
+        return Tokenizer(_with_added(_from_vocab_txt(folder, config), folder, config))
     raise UserError(f"{folder} holds no tokenizer: it needs tokenizer.json, or vocab.json and merges.txt, or vocab.txt")
 
 
@@ -83,7 +83,9 @@ class IdTokenizer(Tokenizer):
 def tokenizer_of_model(folder: Path, vocab_size: int, ends: Sequence[int] | None) -> Tokenizer:
     """The tokenizer of a model folder, with its end tokens; where it has none, one that takes ids alone."""
     if any((folder / name).exists() for name in VOCABULARIES):
-        return Tokenizer(load_tokenizer(folder).definition, ends)
+        definition = load_tokenizer(folder).definition
+        written = [i for i in ends or () if i < len(definition.tokens)]  # rows without a token never are
+        return Tokenizer(definition, written if written else None)
     tell(f"{folder} has no tokenizer ({', '.join(VOCABULARIES)}): only token ids can be used", sys.stderr)
     return IdTokenizer(vocab_size, ends)
 
@@ -136,16 +138,17 @@ def _from_tokenizer_json(folder: Path, config: Mapping[str, Any]) -> Definition:
 def _from_vocab_and_merges(folder: Path, config: Mapping[str, Any]) -> Definition:
     path = folder / "vocab.json"
     tokens = _by_id(path, _read_object(path))
-    merges = _read_merges(folder / "merges.txt", set(tokens))
-    if any(token.endswith(WORD_END) for token in tokens):
-        d = Definition(kind="gpt1-bpe", tokens=tokens, merges=merges, lowercase=True, words=_words(config))
-    elif set(BYTE_LETTERS) <= set(tokens):
-        d = Definition(kind="byte-bpe", tokens=tokens, merges=merges)
-    else:
+    gpt1 = any(token.endswith(WORD_END) for token in tokens)
+    if not gpt1 and not set(BYTE_LETTERS) <= set(tokens):
         raise UserError(
             f"{path} is neither a byte-level vocabulary (it lacks some of the 256 byte letters) "
-            f"nor GPT-1's (no token ends in {WORD_END})"
+            f"nor GPT-1's (no token ends in {WORD_END}); others, such as Marian's SentencePiece, need a tokenizer.json"
         )
+    merges = _read_merges(folder / "merges.txt", set(tokens))
+    if gpt1:
+        d = Definition(kind="gpt1-bpe", tokens=tokens, merges=merges, lowercase=True, words=_words(config))
+    else:
+        d = Definition(kind="byte-bpe", tokens=tokens, merges=merges)
     return _with_named_specials(d, folder, config)
 
 
@@ -166,6 +169,32 @@ def _from_vocab_txt(folder: Path, config: Mapping[str, Any]) -> Definition:
     return _with_named_specials(d, folder, config)
 
 
+def _with_added(d: Definition, folder: Path, config: Mapping[str, Any]) -> Definition:
+    """With the tokens that such folders list beside the vocabulary, read as tokenizer.json would have them."""
+    try:
+        listed = {one["id"]: one for one in _added_tokens(folder, config)}
+        if all(i in d.added and d.tokens[i] == one["content"] for i, one in listed.items()):
+            return d
+        whole = json.loads(to_json(d))
+        added = {one["id"]: one for one in whole["added_tokens"]} | listed
+        return from_json(
+            whole | {"added_tokens": [added[i] for i in sorted(added)]}, _roles(folder, config), _words(config)
+        )
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{folder}: {error!r} while reading the added tokens") from None
+
+
+def _added_tokens(folder: Path, config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Older folders name their ids alone; newer ones also say how each is matched."""
+    flags = {"lstrip": False, "rstrip": False, "single_word": False}
+    more = _named(folder, config).get("additional_special_tokens", ())
+    special = {*(_roles(folder, config) or {}).values(), *map(_text, more)}
+    for text, i in _read_if_there(folder / "added_tokens.json").items():
+        yield {**flags, "id": i, "content": text, "special": text in special, "normalized": text not in special}
+    for i, one in config.get("added_tokens_decoder", {}).items():
+        yield {**flags, "normalized": False, "special": False, **one, "id": int(i)}
+
+
 def _with_named_specials(d: Definition, folder: Path, config: Mapping[str, Any]) -> Definition:
     """The specials that the folder's files name, or else those with the usual names."""
     roles = _roles(folder, config)
@@ -184,15 +213,18 @@ def _with_named_specials(d: Definition, folder: Path, config: Mapping[str, Any])
 
 def _roles(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | None:
     """role -> token as the folder's files name it; None where they name none."""
-    path = folder / "special_tokens_map.json"
-    named = dict(config) | (_read_object(path) if path.exists() else {})
-    found: dict[str, str] = {}
-    for role, field in ROLE_FIELDS.items():
-        token = named.get(field)
-        token = token.get("content") if isinstance(token, dict) else token
-        if isinstance(token, str):
-            found[role] = token
-    return found or None
+    named = _named(folder, config)
+    texts = {role: _text(named.get(field)) for role, field in ROLE_FIELDS.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)} or None
+
+
+def _named(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(config) | _read_if_there(folder / "special_tokens_map.json")
+
+
+def _text(token: Any) -> Any:
+    """The text of a token, which some files write with its flags."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _words(config: Mapping[str, Any]) -> Words:
@@ -227,11 +259,15 @@ def _read_merges(path: Path, tokens: set[str]) -> tuple[tuple[str, str], ...]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: byte {error.start} is wrong") from None
+
+
+def _read_if_there(path: Path) -> dict[str, Any]:
+    return _read_object(path) if path.exists() else {}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

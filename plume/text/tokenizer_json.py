@@ -120,7 +120,7 @@ def from_json(whole: Json, roles: Mapping[str, str] | None, words: Words) -> Def
     tokens = [""] * (max(ids.values(), default=-1) + 1)
     for token, i in ids.items():
         tokens[i] = token
-    special = {a["content"]: Special(a["content"], lstrip=a["lstrip"]) for a in whole["added_tokens"]}
+    special = {a["content"]: Special(a["content"], lstrip=a["lstrip"]) for a in whole["added_tokens"] if a["special"]}
     if roles is None:
         roles = {role: text for text in special for role in KNOWN_SPECIALS.get(text, Special(text)).roles}
     single, pair = _read_template(whole.get("post_processor"), ids)

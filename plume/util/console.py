@@ -21,6 +21,11 @@ def tell(text: str, stream: TextIO | None = None) -> None:
     Console(file=stream).print(harmless(text), highlight=False, markup=False, emoji=False)
 
 
+def plural(count: float, noun: str) -> str:
+    """A number of things: `1 step`, `1,200 steps`."""
+    return f"{count:,.15g} {noun}{'' if count == 1 else 's'}"
+
+
 def harmless(text: str) -> str:
     """What a model wrote, so that a terminal shows it and does nothing else."""
     return text.translate(PICTURES)

@@ -52,6 +52,12 @@ class Precision:
     device: torch.device
     peak: float  # measured FLOP/s, a multiply-add counted as two
 
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        return torch.float32 if self.name == "float32" else torch.bfloat16
+
     def context(self) -> AbstractContextManager[object]:
         import torch
 

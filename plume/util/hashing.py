@@ -18,6 +18,11 @@ UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u34
 WIDE_MARKS = re.compile("[\u3000-\u3003\u3008-\u3020\u3030\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]")
 
 
+def space_between(before: str, after: str) -> bool:
+    """Whether a space stands between two words of a text: not beside a script without spaces, nor beside its marks."""
+    return not any(kind.match(side) for kind in (UNSPACED, WIDE_MARKS) for side in (before[-1:], after[:1]))
+
+
 def powers(base: int, count: int) -> Hashes:
     """1, base, base^2, ... modulo 2**64."""
     table = np.full(count, base, np.uint64)

@@ -175,6 +175,14 @@ def test_the_published_mixture_has_the_published_epochs():
     assert order.epochs(300_000) == pytest.approx(epochs, rel=0.2)  # the paper's own figures are rounded
 
 
+def test_a_source_of_few_documents_has_its_own_held_out_text(tmp_path):
+    """A hundred long documents beside many short ones: a split of all by hash would hold out none of them."""
+    long = [letter * 5000 for letter in "abcd"]
+    folder = make(tmp_path, long, numbered(2000), validation_fraction=0.01, weights=(0.5, 0.5))
+    few, many = open_shards(folder, "validation").streams
+    assert len(few) == pytest.approx(200, abs=5) and 10 <= many.documents <= 35
+
+
 def test_a_weight_of_zero_leaves_a_source_out(tmp_path):
     folder = make(tmp_path, numbered(50, "a"), numbered(50, "b"), weights=(1.0, 0.0))
     assert b"b0001" not in (folder / "train-00000.tokens").read_bytes().replace(b"\0", b"")

@@ -465,6 +465,17 @@ def test_a_hub_error_without_words(monkeypatch):
         sources.load_hub("hub:some/set")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes")
+def test_pipes_are_not_read(tmp_path):
+    """To open one waits for a writer, who may never come."""
+    (tmp_path / "a.txt").write_text("Some text.")
+    os.mkfifo(tmp_path / "b.txt")
+    assert find_files(str(tmp_path)) == [tmp_path / "a.txt"]
+    assert sources.unread_files(str(tmp_path)) == [tmp_path / "b.txt"]
+    with pytest.raises(UserError, match=r"b\.txt' is a pipe, a socket or a device"):
+        find_files(str(tmp_path / "b.txt"))
+
+
 def test_parts_are_plain_data():
     piece = WorkUnit(3, 1, (FilePart("a", 0, 10), FilePart("b", target="c")))
     assert WorkUnit.from_dict(json.loads(json.dumps(piece.to_dict()))) == piece

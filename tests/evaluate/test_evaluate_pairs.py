@@ -1,12 +1,16 @@
 """Minimal pairs (BLiMP, ZhoBLiMP), and what a report says of chance, intervals, prompts and limits."""
 
 import json
+import os
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 from stories import harness_task, sentence, story, write_rows
 
@@ -18,6 +22,7 @@ from plume.evaluate.items import PROTOCOLS, TaskRow
 from plume.evaluate.task_run import interval
 from plume.hf import load_model, save_model
 from plume.model.heads import Model
+from plume.tasks import metrics
 from plume.text import load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -92,6 +97,23 @@ def test_a_line_separator_in_a_pair_ends_no_line(tmp_path):
     row = {"sentence_good": "a\u2028b", "sentence_bad": "b\x85a"}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row, ensure_ascii=False) + "\n") * 2, encoding="utf-8")
     assert [dict(found) for found in pairs_file(tmp_path)] == [{"UID": "rows", **row}] * 2
+
+
+@pytest.mark.parametrize("line", ["{not json", "[1, 2]", "[" * 100_000])
+def test_a_line_that_is_no_pair_is_named(line, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'sentence_good': 'a', 'sentence_bad': 'b'})}\n{line}\n")
+    with pytest.raises(UserError, match=r"rows\.jsonl line 2: not a JSON object"):
+        list(pairs_file(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no named pipes in folders")
+def test_a_named_pipe_among_pairs_is_left_out(pairs, tmp_path):
+    with zipfile.ZipFile(pairs / "blimp" / "BLiMP.zip") as archive:
+        archive.extractall(tmp_path)
+    here = replace(TASKS["blimp"], path=tmp_path)
+    rows = list(find_rows(here, "test", None).rows())
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert list(find_rows(here, "test", None).rows()) == rows != []
 
 
 def test_a_limit_takes_pairs_from_every_paradigm(trained_folder, tmp_path):
@@ -202,6 +224,19 @@ def test_two_right_answers_are_no_certainty(trained_folder, tmp_path):
     assert high == pytest.approx(1) and low == pytest.approx(1 / (1 + 1.96**2 / 2), abs=1e-9)
     text = (tmp_path / "out" / "report.md").read_text()
     assert "1 [0.342, 1]" in text and "| chance |" in text.replace("| chance | shots", "| chance |")
+
+
+def test_an_interval_lies_where_the_metric_can():
+    """A perplexity is the exponential of a mean: its interval is that of scipy's normal distribution for the mean."""
+    nats = np.array([9.0, 2.0, 5.0])
+    found = metrics.perplexity((-nats).tolist())
+    ends = np.exp(scipy.stats.norm.interval(0.95, nats.mean(), scipy.stats.sem(nats)))
+    assert interval([{}], "perplexity", found) == pytest.approx(ends, rel=1e-3)
+    assert found.value - 1.96 * found.stderr < 0
+    assert interval([{}], "token_perplexity", metrics.Metric(1.2, 0.4))[0] == 1
+    assert interval([{}], "f1", metrics.Metric(0.9, 0.2)) == (pytest.approx(0.508), 1.0)
+    assert interval([{}], "mcc", metrics.Metric(-0.9, 0.2)) == (-1.0, pytest.approx(-0.508))
+    assert interval([{}], "bleu", metrics.Metric(40.0, 2.0)) == pytest.approx((36.08, 43.92))
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])

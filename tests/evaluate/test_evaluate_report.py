@@ -47,7 +47,7 @@ def test_the_report_says_what_its_numbers_depend_on(trained_folder, made, tmp_pa
             assert part in text
         assert first.score.stderr is not None and first.seconds > 0
         assert first.scored > 0
-    assert "41, 1 with their context cut on the left" in text
+    assert "41, 1 with context cut on the left" in text
     for name in ("scores.png", "loss_by_position.png", "calibration.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG") and name in text
     assert [t.first for t in read_report(out).tasks] == [t.first for t in report.tasks]
@@ -266,7 +266,7 @@ def test_evaluate_at_the_command_line(trained_folder, made, tmp_path, capsys):
     assert "did you mean shots" in capsys.readouterr().err
     assert main(["evaluate", str(tmp_path / "none"), "--tasks", "lambada"]) == 2
     assert main(["evaluate", str(trained_folder)]) == 2
-    assert "tasks is missing" in capsys.readouterr().err
+    assert "tasks is missing (built-in names, NAME=FILE, your own files, harness:NAME)" in capsys.readouterr().err
 
 
 def sweep_recipe(folder: Path, name: str, steps: int, sizes: str) -> Path:

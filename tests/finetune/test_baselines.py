@@ -5,6 +5,7 @@ import random
 import re
 import string
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,3 +196,21 @@ def test_the_interval_is_that_of_the_paired_difference():
     same = compare(kind, examples, given["ours"], given["ours"], "accuracy", "itself")
     assert same.outcome == "level" and same.low == same.high == 0
     assert compare(kind, examples, given["theirs"], given["ours"], "accuracy", "x").outcome == "worse"
+
+
+def test_a_difference_is_never_larger_than_the_metric_allows():
+    """7 of 8 rows, where 1.96 errors end at 1.1 (the error written out as above); correlations differ by 2 at most."""
+    kind = task("classify", labels=("0", "1"))
+    examples = [Example({"text": "x"}, "1", "") for _ in range(8)]
+    right, wrong = (
+        {n: Prediction(str(int(hit(n))), {}) for n in range(8)} for hit in (lambda n: True, lambda n: n > 6)
+    )
+    better, worse = (compare(kind, examples, *pair, "accuracy", "x") for pair in ((right, wrong), (wrong, right)))
+    error = np.array([1.0] * 7 + [0.0]).std(ddof=1) / 8**0.5
+    assert 0.875 + 1.96 * error > 1.05 and better.high == 1.0 and worse.low == -1.0
+    assert better.low == pytest.approx(0.875 - 1.96 * error, abs=0.05) and better.outcome == "better"
+    assert "on 8 rows" in str(better) and "on 1 row " in str(replace(better, rows=1))
+    numbers = task("similarity", target="number", labels=("score",))
+    pairs = [Example({"text": "x", "pair": "y"}, float(n), "") for n in range(3)]
+    up, down = ({n: Prediction(sign * n, {}) for n in range(3)} for sign in (1.0, -1.0))
+    assert compare(numbers, pairs, up, down, "pearson", "x").high == 2.0

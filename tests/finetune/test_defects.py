@@ -1,6 +1,7 @@
 """Rows, splits, validation, weights and losses that a review found wrong, each against an independent computation."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -375,3 +376,16 @@ def test_a_template_of_a_question_that_a_row_lacks():
         [len(r.tokens) for r in template.rows([Example(f, 0, "")])[0]] for f in (fields | {"question": "who"}, fields)
     )
     assert len(other) == 2 and all(a > b for a, b in zip(asked, other, strict=True))
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "mse"])
+def test_a_seed_without_a_score_is_never_the_best(metric, tmp_path):
+    from plume.train.finetune import FinetuneResult, SeedResult, best_seed
+    from plume.train.finetune_report import describe_scores
+
+    scores = {"accuracy": [math.nan, 0.7, 0.9], "mse": [math.nan, 3.0, 2.0]}[metric]
+    seeds = [SeedResult(n, s, {metric: s}, 1, 1, 1.0, math.isnan(s)) for n, s in enumerate(scores)]
+    assert best_seed(seeds, metric).seed == 2 == best_seed(seeds[::-1], metric).seed
+    assert best_seed(seeds[:1], metric).seed == 0
+    result = FinetuneResult(tmp_path, "classify", metric, seeds, seeds[2])
+    assert "nan" not in describe_scores(result) and describe_scores(result).endswith("; 1 seed failed")

@@ -24,6 +24,7 @@ from plume.train.assessment import UNRELATED, hub_model, next_step, overfitting
 from plume.train.finetune import finetune, train_config
 from plume.train.finetune_plan import make_plan
 from plume.train.finetune_report import describe_data
+from plume.util.console import plural
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def names(task):
 def test_other_tools_words_for_no_label(tmp_path):
     rows = [f"good film {n},{('yes', 'no', 'NA', 'nan')[n % 4]}" for n in range(40)]
     found = names({"train": write(tmp_path / "a.csv", rows), "validation": write(tmp_path / "b.csv", rows[:8])})
-    assert found["missing labels"].startswith("20 training rows have the label 'NA' or 'nan', which is learned")
+    assert found["missing labels"].startswith("20 training rows with the label 'NA' or 'nan', which is learned")
     rows = [f"good film {n},{('yes', 'no', 'none')[n % 3]}" for n in range(40)]
     assert "missing labels" not in names({"train": write(tmp_path / "a.csv", rows)})
 
@@ -227,6 +228,8 @@ def test_the_next_step_is_none_that_was_taken():
     for more in ({"width": 1024}, {"model": "bert-base-uncased"}, {"model": "google-bert/bert-base-uncased"}):
         assert next_step(plan_of(**more), level, set()) == "add training rows (now 1), or try --search 8"
     assert next_step(plan_of(width=768, search=8), level, set()) == "add training rows (now 1)"
+    right = Verdict(metric="accuracy", against="a", score=1.0, baseline=1.0, low=0.0, high=0.0, rows=8)
+    assert next_step(plan_of(), right, set()).startswith("no row is wrong: measure on more rows")
     hard = {UNRELATED}  # or more than a small model can learn
     assert "; if they are right, begin with a model" in next_step(plan_of(), level, hard)
     assert next_step(plan_of(width=768), level, hard).endswith("if they are right, add training rows (now 1)")
@@ -264,8 +267,8 @@ def test_rows_of_the_report_are_those_before_training(place, capsys):
     """The report repeats what was printed; validation rows that are encoded again are not counted again."""
     path = write(place / "long.csv", [f"{'fine ' * (n % 2 * 60)}{n},{'yes' if n % 2 else 'no'}" for n in range(60)])
     result = finetune(config_for(place, "long", {"train": path}))
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if "rows are longer than" in x and x.startswith("- ")]
-    assert line.startswith("- 30 rows") and line in (result.folder / "report.md").read_text()
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("- longer than")]
+    assert ": 30 rows (up to" in line and line in (result.folder / "report.md").read_text()
 
 
 def test_few_rows_are_not_validated_at_every_step(place):
@@ -301,3 +304,12 @@ def test_scores_of_labels_and_calibration_equal_independent_ones():
     worst = worst_mistakes(kind, examples, given, 20)
     wrong = sorted((n for n in range(200) if gold[n] != predicted[n]), key=lambda n: -chance[n].max())
     assert worst == wrong[:20]
+
+
+def test_one_is_not_a_plural(place, capsys):
+    assert [plural(n, "row") for n in (0, 1, 2, 1200, 0.5)] == ["0 rows", "1 row", "2 rows", "1,200 rows", "0.5 rows"]
+    path = write(place / "one.csv", [*reviews(60), "no label,"])
+    finetune(config_for(place, "one", {"train": path}, batch=64, lr=None))
+    shown = capsys.readouterr()
+    assert "1 step), 1 epoch" in shown.out and "skipped: 1 row, no label" in shown.out
+    assert "are trained, 1 step\n" in shown.err and " 1 steps" not in shown.out + shown.err

@@ -13,14 +13,15 @@ from matplotlib.font_manager import get_font_names
 from tiny import BAD, GOOD, config_of, random_base, tokenizer_of, write_reviews
 
 import plume
-from plume.config import PRESETS, AdaptConfig, FinetuneConfig, TaskConfig, UserError
+from plume.config import PRESETS, AdaptConfig, FinetuneConfig, TaskConfig, TokenizerConfig, UserError
 from plume.hf import load_model, save_model
 from plume.model.heads import Model
 from plume.model.ragged import length_groups
 from plume.tasks import Predictor
 from plume.tasks.schema import TaskSettings
+from plume.tasks.tag import WordRows
 from plume.tasks.token_rows import Grouped, LabelledRows
-from plume.text import load_tokenizer
+from plume.text import load_tokenizer, train_tokenizer
 from plume.train.finetune import finetune, seeds_of
 from plume.train.finetune_plan import learning_rate, make_plan
 from plume.train.finetune_report import plot_confusion
@@ -238,6 +239,17 @@ def test_tagging(place, family):
         best = model(torch.tensor([ids])).logits[0].argmax(dim=1)
     places = np.cumsum([1, *[len(piece) for piece in pieces[:-1]]])
     assert [model.config.id2label[int(best[p])] for p in places] == [word.tag for word in sentence]
+
+
+def test_tagged_words_are_tokens_of_the_running_text():
+    """Chinese was tagged with spaces between its characters, which no GPT has read."""
+    text = "我爱北京，Paris is nice 吗？"
+    tokenizer = train_tokenizer(TokenizerConfig(vocab_size=400), [text])
+    words = [*"我爱北京，", "Paris", "is", "nice", *"吗？"]
+    ((row,),) = WordRows(tokenizer, length=100).rows([words])
+    assert tokenizer.decode(row.row.tokens) == text.replace("nice 吗", "nice吗")
+    starts = [tokenizer.decode(row.row.tokens[at:])[:1].strip() for at in row.places]
+    assert [word.startswith(start) for word, start in zip(words, starts, strict=True)] == [True] * len(words)
 
 
 def test_long_sentences_lose_no_word(place):

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import scipy.stats
+import sklearn.dummy
 import sklearn.metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,6 +48,10 @@ def test_numbers_equal_scipy():
     assert found["pearson"] == pytest.approx(scipy.stats.pearsonr(right, given_).statistic)
     assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(right, given_).statistic)
     assert found["mse"] == pytest.approx(sklearn.metrics.mean_squared_error(right, given_))
+    rows = np.zeros((100, 1))
+    constant = sklearn.dummy.DummyRegressor().fit(rows, right).predict(rows)
+    assert metric.baseline("mse") == pytest.approx(sklearn.metrics.mean_squared_error(right, constant))
+    assert metric.baseline("pearson") == metric.baseline("spearman") == 0.0
 
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from(TAGS), st.sampled_from(TAGS)), min_size=1, max_size=8), min_size=1))

@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import asdict
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import f1_score
+from sklearn.metrics import accuracy_score, f1_score
 from test_losses import model_for, task
 from tiny import config_of, random_base, tokenizer_of
 
@@ -47,6 +48,20 @@ def test_rows_and_loss(tmp_path):
     hidden = kind.hidden(model, batch)
     wanted = torch.nn.BCEWithLogitsLoss()(kind.logits(model, hidden, batch), torch.tensor([[0.0, 1.0, 1.0]]))
     assert kind.losses(model, hidden, batch).item() == pytest.approx(wanted.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("often", [(0.9, 0.1, 0.1), (0.4, 0.4, 0.4), (0.2, 0.05, 0.6)])
+def test_predictions_that_ignore_the_input_are_the_best_set_of_all(often):
+    """Every set of labels for all rows, by scikit-learn."""
+    gold = np.random.default_rng(1).random((40, 3)) < np.array(often)
+    metric = MultiLabelMetric(LABELS)
+    for row in gold:
+        metric.add([label for label, mark in zip(LABELS, row, strict=True) if mark], [])
+    every = [np.tile(np.array(marks, dtype=bool), (40, 1)) for marks in product((0, 1), repeat=3)]
+    for average in ("micro", "macro"):
+        best = max(f1_score(gold, constant, average=average, zero_division=0) for constant in every)
+        assert metric.baseline(f"f1_{average}") == pytest.approx(best)
+    assert metric.baseline("exact_match") == max(accuracy_score(gold, constant) for constant in every)
 
 
 def test_metrics_and_baseline_equal_scikit_learn(tmp_path):

@@ -31,6 +31,17 @@ def test_validation_rows_without_labels_are_no_reason_to_split(tmp_path):
         load_task(TaskConfig(train=str(tmp_path / "train.csv"), validation=str(tmp_path / "dev.csv")))
 
 
+def test_paths_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("a.csv", "b.csv", "c.csv"):
+        labelled(tmp_path, name)
+    data = load_task(TaskConfig(train="~/a.csv", validation="~/b.csv", test="~/c.csv"))
+    assert (len(data.train), len(data.validation), len(data.test)) == (20, 20, 20)
+    (tmp_path / "task").mkdir()
+    labelled(tmp_path / "task", "train.csv")
+    assert load_task(TaskConfig(train="~/task")).labels == ("bad", "good")
+
+
 def test_a_csv_with_columns_of_other_names(tmp_path):
     data = load_task(TaskConfig(train=labelled(tmp_path)))
     assert (data.kind, data.target, data.labels) == ("classify", "label", ("bad", "good"))
@@ -94,7 +105,7 @@ def test_what_is_wrong_with_a_csv_is_said_with_its_remedy(tmp_path):
         load_task(TaskConfig(train=rows(tmp_path / "one.csv", "a,b", *[f"some text {n},2" for n in range(20)])))
     with pytest.raises(UserError, match="no column found for the label of a classify task; it has 'text', 'Nr'"):
         load_task(TaskConfig(train=rows(tmp_path / "none.csv", "text,Nr", *[f"some text {n},{n}" for n in range(20)])))
-    with pytest.raises(UserError, match="20 rows with 2 different texts are too few to hold some out"):
+    with pytest.raises(UserError, match="20 rows with 2 different texts: too few to hold some out"):
         load_task(TaskConfig(train=rows(tmp_path / "few.csv", "text,label", *["good,yes", "bad,no"] * 10)))
 
 

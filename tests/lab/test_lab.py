@@ -190,6 +190,17 @@ def test_texts_among_zero_shot_tasks_are_better_when_lower(tmp_path):
     assert Claim("?", "a", "b", ("quiz",)).chosen(columns) == ["quiz"]
 
 
+def test_tasks_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "news.jsonl").write_text('{"text": "Some text."}\n')
+    config = ReproduceConfig(folder=tmp_path, tasks=("~/news.jsonl",))
+    lab = Lab(config, 1.0, "")
+    assert "bits per byte of news" in lab.evaluated(lab.pretrained("gpt2", 0))
+    before = runner.task_digest(config)
+    (tmp_path / "news.jsonl").write_text('{"text": "Another text."}\n')
+    assert runner.task_digest(config) != before
+
+
 @pytest.mark.parametrize("points", [4, 5])
 def test_a_planted_law_is_found_and_few_points_are_warned_of(points):
     places = {f"v{i}": 10.0**i for i in range(points)}

@@ -226,6 +226,7 @@ def test_empty_text_means_the_start_token(client, theirs, tokenizer):
 
 def test_score_equals_transformers(client, theirs, tokenizer):
     answer = client.post("/v1/score", json={"model": "gpt", "input": PROMPT}).json()
+    assert client.post("/v1/score", json={"model": "gpt", "input": PROMPT, "prompt": ""}).json() == answer
     ids = tokenizer.encode(PROMPT)
     rows = logprobs_of(theirs, [tokenizer.start, *ids])
     surprisal = [-float(rows[i, token]) for i, token in enumerate(ids)]
@@ -377,6 +378,7 @@ def test_only_new_metrics_are_read_and_a_resumed_run_starts_again(tmp_path):
 def test_health_metrics_and_log(client, server):
     assert client.get("/healthz").json() == {"status": "ok"}
     assert client.get("/readyz").status_code == 200
+    assert all(client.head(path).status_code == 200 for path in ("/healthz", "/readyz"))  # as some balancers ask
     client.post("/v1/completions", json={"model": "gpt", "prompt": "A secret", "max_tokens": 3})
     families = {family.name: family for family in text_string_to_metric_families(client.get("/metrics").text)}
     assert families["plume_waiting"].samples and families["plume_first_token_seconds"].samples

@@ -14,9 +14,10 @@ import pytest
 from running import serving
 
 from plume.config import ServeConfig, UserError
+from plume.serve import served_models
 from plume.serve.middleware import CLIENTS_KEPT, RateLimiter
 from plume.serve.scheduler import Scheduler, pause
-from plume.serve.served_models import ARENAS, TOKENS_REMEMBERED, Origin, Served, open_lm
+from plume.serve.served_models import ARENAS, Origin, Served, open_lm
 from plume.serve.server import allow_connections
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,11 +141,20 @@ def test_rates_are_kept_of_so_many_clients():
     assert len(limiter._buckets) == CLIENTS_KEPT
 
 
-def test_explanations_are_kept_of_so_many_tokens(served):
-    context = served.lm.config.context
-    for i in range(TOKENS_REMEMBERED // context + 5):
-        served.explanation([i] * context)
-    assert sum(map(len, served._explained)) <= TOKENS_REMEMBERED
+def test_explanations_are_kept_up_to_so_many_bytes(served, monkeypatch):
+    """Short texts may be looked into as deeply as long ones; the memory is that of the tensors behind them."""
+    monkeypatch.setattr(served_models, "EXPLAINED_BYTES", limit := 1 << 20)
+    for i in range(40):
+        seen = served.explanation([i] * 8)
+        seen.record(list(seen.sites))
+        logits, tensors = seen.logits, dict(seen._recorded)
+        whole = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (logits, *tensors.values())}
+        assert seen.bytes == sum(whole.values()) > 8 * 4 * seen.model.config.vocab_size
+    served.explanation([50] * 8)
+    kept = list(served._explained.values())
+    assert 1 < len(kept) < 40 and sum(e.bytes for e in kept) <= limit
+    served.explanation([51] * served.lm.config.context).record(list(seen.sites))
+    assert served.explanation([51] * served.lm.config.context) is served.explanation([51] * served.lm.config.context)
 
 
 def test_connections_need_open_files(monkeypatch):

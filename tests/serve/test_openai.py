@@ -106,6 +106,19 @@ def test_a_wrong_field_gets_the_right_one(client, path, body, right):
     assert answer.status_code == 400 and right in answer.json()["error"]["message"]
 
 
+def test_a_prompt_that_is_too_long_has_openais_code(ai, tokenizer):
+    long = "robot " * 5000
+    calls = (
+        lambda: ai.completions.create(model="gpt", prompt=long, max_tokens=1),
+        lambda: ai.chat.completions.create(**{**CHAT, "messages": [{"role": "user", "content": long}]}),
+        lambda: ai.responses.create(model="gpt", input=long, max_output_tokens=16),
+    )
+    for call in calls:
+        with pytest.raises(openai.BadRequestError, match="the prompt has") as found:
+            call()
+        assert found.value.code == "context_length_exceeded"
+
+
 def test_models_say_how_long_a_text_they_read(ai):
     assert {model.id: model.max_model_len for model in ai.models.list()}["gpt"] == 64
 

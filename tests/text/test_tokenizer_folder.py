@@ -149,6 +149,47 @@ def test_an_unknown_cut_runs_in_the_library(trained: dict[str, Tokenizer], tmp_p
     assert again.hash == more.hash and again.encode("_start_", allow_special=True) == [loaded.vocab_size]
 
 
+@pytest.mark.parametrize("form", ["added_tokens.json", "added_tokens_decoder"])
+@pytest.mark.parametrize(("name", "theirs"), [("byte-bpe", GPT2Tokenizer), ("wordpiece", BertTokenizer)])
+def test_tokens_beside_an_older_vocabulary(
+    trained: dict[str, Tokenizer], name: str, theirs: type, form: str, tmp_path: Path
+) -> None:
+    """Their rows were not reachable, and their texts became other tokens."""
+    trained[name].save(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    size, flags = trained[name].vocab_size, {"lstrip": False, "rstrip": False, "single_word": False}
+    if form == "added_tokens.json":
+        (tmp_path / form).write_text(json.dumps({"<extra>": size, "covid": size + 1, "<speaker>": size + 2}))
+    else:
+        special = {"content": "<extra>", **flags, "normalized": False, "special": True}
+        plain = {"content": "covid", **flags, "normalized": True, "special": False}
+        listed = {str(size): special, str(size + 1): plain, str(size + 2): special | {"content": "<speaker>"}}
+        change(tmp_path / "tokenizer_config.json", **{form: listed})
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        change(tmp_path / file, pad_token="<extra>", additional_special_tokens=["<speaker>"])
+    opened, loaded = theirs.from_pretrained(tmp_path), load_tokenizer(tmp_path)  # type: ignore[attr-defined]
+    assert len(loaded) == len(opened) == size + 3 and loaded.pad == opened.pad_token_id == size
+    assert loaded.special_ids["<speaker>"] == size + 2 and "covid" not in loaded.special_ids
+    for text in (SAMPLE, "the covid fox <extra> <speaker>jumps", "covidcovid"):
+        ids = opened(text, add_special_tokens=False)["input_ids"]
+        assert loaded.encode(text, allow_special=True) == ids and loaded.decode(ids) == opened.decode(ids)
+        assert loaded.add_special_tokens(ids)[0] == opened(text)["input_ids"]
+
+
+@pytest.mark.parametrize("name", ["byte-bpe", "wordpiece"])
+def test_an_added_word_is_no_special_token(trained: dict[str, Tokenizer], name: str, tmp_path: Path) -> None:
+    """It was left out wherever special tokens are."""
+    trained[name].save(tmp_path)
+    opened = AutoTokenizer.from_pretrained(tmp_path)
+    opened.add_tokens(["covid", "café"])
+    opened.save_pretrained(tmp_path / "more")
+    loaded = load_tokenizer(tmp_path / "more")
+    ids = opened("the covid fox")["input_ids"]
+    assert loaded.decode(ids, skip_special=True) == opened.decode(ids, skip_special_tokens=True) == "the covid fox"
+    assert sorted(loaded.special_ids) == sorted(opened.all_special_tokens)
+    assert loaded.piece_bytes(opened.convert_tokens_to_ids("café")).decode().strip() == "café"
+
+
 def change(path: Path, **sections: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | sections))
 
@@ -184,6 +225,7 @@ def test_small_differences_are_not_overlooked(trained: dict[str, Tokenizer], tmp
         ("vocab.json", '{"a": 0}', "neither a byte-level vocabulary .* nor GPT-1's"),
         ("merges.txt", "#version: 0.2\nq zzz\n", "merges.txt, line 2: 'q zzz' is not a merge"),
         ("merges.txt", None, "merges.txt is missing"),
+        ("added_tokens.json", '{"b": "1"}', "while reading the added tokens"),
         ("vocab.txt", "a\nb\n", "has no token for the unknown"),
         ("vocab.txt", "[UNK]\na\n##b\na\n", "vocab.txt has a token twice: 'a'"),
     ],
@@ -223,3 +265,11 @@ def test_a_tokenizer_is_found_in_a_folder_of_data_or_of_a_run(trained, tmp_path)
     for place in ("tokenizer", "model"):
         trained["bytes"].save(tmp_path / place / place)
         assert load_tokenizer(tmp_path / place).hash == trained["bytes"].hash
+
+
+def test_marians_folder_is_not_said_to_lack_merges(tmp_path):
+    """Its tokenizer is two SentencePiece models beside vocab.json."""
+    (tmp_path / "vocab.json").write_text('{"</s>": 0, "<unk>": 1, "\u2581the": 2, "<pad>": 3}')
+    with pytest.raises(UserError, match=r"such as Marian's SentencePiece, need a tokenizer\.json") as found:
+        load_tokenizer(tmp_path)
+    assert "merges" not in str(found.value)
