@@ -61,7 +61,10 @@ $(VENV)/.all: $(VENV)/.plume
 	$(PIP) install -c requirements.lock -e ".[$(EXTRAS)]"
 	touch $@
 
-# the peers; llama.cpp is compiled here, which takes a few minutes and a C++ compiler
+# the peers; llama.cpp is compiled here, which takes a few minutes and a C++ compiler. gcc 12 breaks its code for matrix
+# tiles (Intel AMX), so it does without them unless CMAKE_ARGS says otherwise, for another compiler
+CMAKE_ARGS ?= $(if $(filter x86_64,$(shell uname -m)),-DCMAKE_C_FLAGS=-mno-amx-int8 -DCMAKE_CXX_FLAGS=-mno-amx-int8)
+$(VENV)/.bench: export CMAKE_ARGS := $(CMAKE_ARGS)
 $(VENV)/.bench: $(VENV)/.all
 	$(PIP) install -c requirements.lock -e ".[$(EXTRAS),bench]"
 	touch $@

@@ -22,6 +22,7 @@ from benchmarks.pages import write_pages
 from benchmarks.results import ROOT, ROWS_FILE
 
 RESULTS = ROOT / "docs" / "benchmarks.json"
+SIZED = ("english-20", "english-night", "bert-20", "bert-night", "chinese-20")  # recipes for a time
 JOBS = {  # name -> (words behind `python -m benchmarks.`, options at which it only shows that it runs)
     "start": ("start", "--preset gpt2-laptop --rounds 1"),
     "demo": ("demo", "--minutes 0.05"),
@@ -31,6 +32,8 @@ JOBS = {  # name -> (words behind `python -m benchmarks.`, options at which it o
     "train.characters": ("train characters", "--plain-steps 20 --steps 6"),
     "train.gpt2": ("train gpt2", "--preset gpt2-laptop --turns 1 --steps 2"),
     "recipe": ("recipe", "--seconds 1 --points 1 --seeds 1"),
+    **{f"budgets.{name}": (f"budgets {name}", "--minutes 0.05 --limit 67") for name in SIZED},
+    "budgets.compress": ("budgets compress", "--minutes 0.05 --megabytes 0.1"),
     "checkpoint": ("checkpoint", "--megabytes 4 --rounds 1"),
     "finetune": ("finetune", "--preset bert-tiny --steps 4 --rounds 1 --rows 200"),
     "transfer": ("transfer", "--steps 2 --rows 20 --seeds 1 --tasks restoring --out runs/transfer-small"),
@@ -54,11 +57,14 @@ JOBS = {  # name -> (words behind `python -m benchmarks.`, options at which it o
     "serve.scores": ("storm scores", "--tokens 60"),
     "serve.page": ("serve page", "--preset gpt2-laptop"),
 }
+HOURS = ("budgets.english-night", "budgets.bert-night")
+
+BY_INSTRUCTIONS = {"exact", "decode", "samplers", "encoders", "engine.together", "serve.slots"}
 
 
 def chosen(names: list[str]) -> list[str]:
-    """Jobs by their name or the part before the point; all of them when none is named."""
-    found = [job for job in JOBS if not names or job in names or job.split(".")[0] in names]
+    """Jobs by their name or the part before the point; when none is named, all but those that take hours."""
+    found = [job for job in JOBS if (not names and job not in HOURS) or job in names or job.split(".")[0] in names]
     unknown = [name for name in names if not any(name in (job, job.split(".")[0]) for job in JOBS)]
     if unknown:
         raise SystemExit(f"there is no benchmark {', '.join(unknown)}; all: {', '.join(JOBS)}")
@@ -90,9 +96,14 @@ def run(job: str, options: list[str]) -> list[dict[str, Any]]:
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """New rows in the place of those of the same name; the others stay as they were measured."""
-    rows = {(row["job"], row["key"]): row for row in [*old, *new]}
-    return sorted(rows.values(), key=lambda row: list(JOBS).index(row["job"]))
+    """New rows in the place of those of the same name; the others stay as they were measured. What depends on the
+    processor's instructions is kept for machines with AVX-512 and for others, AVX-512 first."""
+
+    def level(row: dict[str, Any]) -> bool:
+        return row["job"] in BY_INSTRUCTIONS and not machine.has_avx512(row["machine"])
+
+    rows = {(row["job"], row["key"], level(row)): row for row in [*old, *new]}
+    return sorted(rows.values(), key=lambda row: (list(JOBS).index(row["job"]), level(row)))
 
 
 def read(path: Path) -> list[dict[str, Any]]:

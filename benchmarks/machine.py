@@ -32,6 +32,11 @@ def instructions() -> list[str]:
     return [name for name in INSTRUCTIONS if name in flags]
 
 
+def has_avx512(hardware: str) -> bool:
+    """Whether a machine so described has AVX-512."""
+    return "avx512f" in hardware
+
+
 def peer_bar(bar: float | None) -> float | None:
     """How many times as fast as a peer: on AVX2 alone as fast is enough."""
     return bar if bar is None or "avx512f" in instructions() else min(bar, 1.0)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import has_avx512
 from benchmarks.results import Row
 
 HEAD = """# Benchmarks
@@ -164,7 +166,8 @@ def benchmarks_page(rows: list[dict[str, Any]]) -> str:
     parts = [HEAD]
     for number, (hardware, software) in enumerate(machines, start=1):
         parts.append(f"Machine {number}: {hardware}; {software}.\n")
-    missed = [f"- {row.what}: {row.shown}, {row.bar}" for row in map(as_row, rows) if row.met is False]
+    double = rows_of_two_machines(rows)
+    missed = [f"- {named(row, double)}: {as_row(row).shown}, {as_row(row).bar}" for row in rows if not_met(row)]
     if missed:
         parts.append("## Missed\n\n" + "\n".join(missed) + "\n")
     for job, group in groupby(rows, key=lambda row: row["job"]):
@@ -173,11 +176,28 @@ def benchmarks_page(rows: list[dict[str, Any]]) -> str:
         for stored in group:
             row = as_row(stored)
             verdict = {None: "", True: "met", False: "**missed**"}[row.met]
-            lines.append(f"| {row.what} | {row.shown} | {row.bar} | {verdict} | {row.detail} |")
+            lines.append(f"| {named(stored, double)} | {row.shown} | {row.bar} | {verdict} | {row.detail} |")
             number = machines.index((stored["machine"], stored["software"])) + 1
             asked[f"`{stored['command']}` ({stored['date']}, machine {number}, load before it {stored['load']})"] = None
         parts.append(f"## {job}\n\n" + "  \n".join(asked) + "\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
+
+
+def rows_of_two_machines(rows: list[dict[str, Any]]) -> set[tuple[str, str]]:
+    """The job and key of rows that were measured both with AVX-512 and without."""
+    counts = Counter((row["job"], row["key"]) for row in rows)
+    return {name for name, count in counts.items() if count > 1}
+
+
+def named(row: dict[str, Any], double: set[tuple[str, str]]) -> str:
+    """What a row measures, and with which instructions where there are both."""
+    if (row["job"], row["key"]) not in double:
+        return str(row["what"])
+    return f"{row['what']} ({'AVX-512' if has_avx512(row['machine']) else 'AVX2 only'})"
+
+
+def not_met(row: dict[str, Any]) -> bool:
+    return as_row(row).met is False
 
 
 PEERS = {"a plain loop": "朴素循环", "llama.cpp's server": "llama.cpp 服务器"}  # those that are no names
@@ -186,7 +206,7 @@ PEERS = {"a plain loop": "朴素循环", "llama.cpp's server": "llama.cpp 服务
 def readme_table(rows: list[dict[str, Any]], page: str) -> str:
     """Only what was measured, and how many targets were missed."""
     head, sentence, cell, shortfall = TABLES[page]
-    stored = {f"{row['job']}/{row['key']}": row for row in rows}
+    stored = {f"{row['job']}/{row['key']}": row for row in reversed(rows)}  # AVX-512 comes first
     lines, used = [], []
     for line in README:
         if line.row in stored:

@@ -7,7 +7,7 @@ import importlib.util
 import io
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,6 @@ from plume.config import ExportConfig
 def llama_engine(setting: Setting, kind: str) -> BenchEngine:
     """llama.cpp's bare decode loop: no sampling, no Python objects per token."""
     import llama_cpp
-
-    from plume.inference.export import silence_llama
 
     silence_llama()
     gguf = llama_file(setting, kind)
@@ -54,6 +52,16 @@ def llama_engine(setting: Setting, kind: str) -> BenchEngine:
         feed([(token, i, 0, i == len(prompt) - 1) for i, token in enumerate(prompt)])
 
     return BenchEngine(write, read, gguf.stat().st_size)
+
+
+@cache
+def silence_llama() -> Any:
+    """llama.cpp logs to the terminal by itself; failures still come back as exceptions."""
+    import llama_cpp
+
+    kept = llama_cpp.llama_log_callback(lambda *_: None)  # C holds no reference to it: the cache does
+    llama_cpp.llama_log_set(kept, None)
+    return kept
 
 
 def llama_settings(setting: Setting) -> Any:
