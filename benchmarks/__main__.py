@@ -30,6 +30,7 @@ JOBS = {  # name -> (words behind `python -m benchmarks.`, options at which it o
     "prepare": ("prepare", "--megabytes 1 --large 2 --rounds 1"),
     "sizes": ("sizes", "--shards 4 --files 500 --gigabytes 0.01 --documents 100000 --rounds 1"),
     "train.characters": ("train characters", "--plain-steps 20 --steps 6"),
+    "nanogpt": ("nanogpt", "--rounds 1 --steps 5"),
     "train.gpt2": ("train gpt2", "--preset gpt2-laptop --turns 1 --steps 2"),
     "recipe": ("recipe", "--seconds 1 --points 1 --seeds 1"),
     **{f"budgets.{name}": (f"budgets {name}", "--minutes 0.05 --limit 67") for name in SIZED},

@@ -21,13 +21,14 @@ from benchmarks.storm import memory_slope  # noqa: E402
 ABOUT = {"date": "2026-01-02", "command": "c", "machine": "m", "software": "s", "load": 0.1}
 ELSEWHERE = {
     "demo",
+    "nanogpt",
     "transfer",
     "scores.trainer",
     "scores.search",
     "scores.pairs",
     "serve.slots",
     *(f"budgets.{name}" for name in SIZED),
-}  # `plume demo` has tests of its own; the others need real data
+}  # `plume demo` has tests of its own; the others need real data, or nanoGPT's checkout
 
 
 def stored(job, key, figure, **more):
