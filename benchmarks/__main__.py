@@ -1,7 +1,8 @@
 """Every benchmark, one after another: `python -m benchmarks [NAME...] [-- OPTIONS]` writes docs/benchmarks.md.
 
 Named ones (`decode`, `serve`, `train.gpt2`) are run alone and only their rows change; OPTIONS go to their scripts.
---list shows the names, --small tries them all at sizes that say nothing, --readme only writes the pages again.
+--list shows the names, --small tries them all at sizes that say nothing, --readme only writes the pages again, those in
+Chinese too.
 """
 
 from __future__ import annotations

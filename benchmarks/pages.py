@@ -1,4 +1,5 @@
-"""The pages made of the rows: docs/benchmarks.md, and the table of README.md and README.zh.md between two marks."""
+"""The pages made of the rows: docs/benchmarks.md, and the table of README.md and README.zh.md between two marks.
+The Chinese twins of docs/benchmarks.md and docs/results.md too."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chinese import chinese_page
 from benchmarks.machine import has_avx512
 from benchmarks.results import Row
 
@@ -138,27 +140,35 @@ TABLES = {  # page -> head of its table, the sentence below it, a cell, and the 
         "Measured {dates} on {cores} cores, both sides interleaved in one run: [every figure with target and command]"
         "(docs/benchmarks.md). float24 stores a weight in [three bytes](docs/generate.md).",
         "{ratio:.1f} times as fast",
-        "Of {targets} targets {missed} are missed; [they are listed first](docs/benchmarks.md#missed).",
+        " Of {targets} targets {missed} are missed; [they are listed first](docs/benchmarks.md#missed).",
     ),
     "README.zh.md": (
         "## 与其他工具相比\n\n| 对比 | 任务 | Plume 的速度 |",
-        "{dates} 在 {cores} 核机器上测得，双方在同一次运行中轮流进行：[全部数字、目标与命令](docs/benchmarks.md)。"
+        "{dates} 在 {cores} 核机器上测得，双方在同一次运行中轮流进行：[全部数字、目标与命令](docs/benchmarks.zh.md)。"
         "float24 把每个权重存为[三个字节](docs/generate.zh.md)。",
         "{ratio:.1f} 倍",
-        "{targets} 个目标中有 {missed} 个未达到，[见列表](docs/benchmarks.md#missed)。",
+        "{targets} 个目标中有 {missed} 个未达到，[见列表](docs/benchmarks.zh.md#未达到)。",
     ),
 }
 MARKS = re.compile(r"(<!-- figures -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
 def write_pages(rows: list[dict[str, Any]], root: Path) -> None:
-    (root / "docs" / "benchmarks.md").write_text(benchmarks_page(rows), encoding="utf-8")
+    for name, text in docs_pages(rows, root / "docs").items():
+        (root / "docs" / name).write_text(text, encoding="utf-8")
     for name in TABLES:
         page = root / name
         if page.exists():
             table = readme_table(rows, name)
             text = MARKS.sub(lambda found, table=table: found[1] + table + found[2], page.read_text(encoding="utf-8"))
             page.write_text(text, encoding="utf-8")
+
+
+def docs_pages(rows: list[dict[str, Any]], docs: Path) -> dict[str, str]:
+    """docs/results.md is what `plume reproduce` writes, under an introduction by hand."""
+    benchmarks, results = benchmarks_page(rows), (docs / "results.md").read_text(encoding="utf-8")
+    chinese = {"benchmarks.zh.md": chinese_page(benchmarks), "results.zh.md": chinese_page(results)}
+    return {"benchmarks.md": benchmarks, **chinese}
 
 
 def benchmarks_page(rows: list[dict[str, Any]]) -> str:
@@ -223,7 +233,7 @@ def readme_table(rows: list[dict[str, Any]], page: str) -> str:
     ending = sentence.format(dates=" – ".join(dict.fromkeys((dates[0], dates[-1]))), cores=cores)
     met = [row.met for row in map(as_row, rows) if row.met is not None]
     missed = met.count(False)
-    ending += f" {shortfall.format(targets=len(met), missed=missed)}" if missed else ""
+    ending += shortfall.format(targets=len(met), missed=missed) if missed else ""
     return "\n".join([head, "|---|---|---|", *lines]) + f"\n\n{ending}\n"
 
 

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are not part of the package
 
 from benchmarks.__main__ import HOURS, JOBS, RESULTS, SIZED, chosen, merged, read  # noqa: E402
-from benchmarks.pages import MARKS, README, TABLES, benchmarks_page, readme_table  # noqa: E402
+from benchmarks.chinese import chinese, chinese_page, left_in_english  # noqa: E402
+from benchmarks.pages import MARKS, README, TABLES, benchmarks_page, docs_pages, readme_table  # noqa: E402
 from benchmarks.results import Row  # noqa: E402
 from benchmarks.storm import memory_slope  # noqa: E402
 
@@ -101,8 +102,25 @@ def test_the_pages_say_what_was_measured():
         assert found is not None and found[0] == found[1] + readme_table(rows, name) + found[2], (
             f"{name} differs from the results: python -m benchmarks --readme"
         )
-    if rows:
-        assert (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8") == benchmarks_page(rows)
+    for name, text in docs_pages(rows, ROOT / "docs").items() if rows else ():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, f"{name}: python -m benchmarks --readme"
+
+
+@pytest.mark.parametrize("name", ["benchmarks.zh.md", "results.zh.md"])
+def test_the_chinese_pages_have_the_figures_and_nothing_in_english(name):
+    """A name or note of a new kind needs its phrase."""
+    page, english = ((ROOT / "docs" / some).read_text(encoding="utf-8") for some in (name, name.replace(".zh", "")))
+    assert left_in_english(page) == set(), "benchmarks/chinese.toml lacks phrases, or names, with these words"
+    number = re.compile(r"\d+(?:[.,]\d+)*")
+    assert sorted(number.findall(page)) == sorted(number.findall(english))
+
+
+def test_a_row_is_translated_by_its_phrases_and_keeps_names_and_figures():
+    page = chinese_page(benchmarks_page([stored("encode", "short texts: tokens/s against llama.cpp", 1.5)]))
+    assert "| 短文本：词元/秒，对比 llama.cpp | 1.50 倍 | 至少 2 | **未达到** |" in page
+    assert "`c`（2026-01-02，机器 1，运行前负载 0.1）" in page
+    assert chinese("a thing without a phrase, 3.5 nats") == "a thing without a phrase，3.5 奈特"
+    assert left_in_english("a thing without a phrase，3.5 奈特，`code`，float32") == {"thing", "without", "phrase"}
 
 
 def test_commands_can_be_given_on_any_machine():

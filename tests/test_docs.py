@@ -19,7 +19,8 @@ PAGES = [
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if not page.name.endswith(".zh.md")),  # twins, see below
 ]
 TUTORIALS = [page for page in PAGES if page.parent.name == "tutorials"]
-ENGLISH_ONLY = {"experiments.md", "benchmarks.md", "results.md", "glossary.md"}  # records; the glossary has both
+BILINGUAL = {"glossary.md"}
+SUMMARISED = {"experiments.md"}  # in Chinese, entry by entry
 SHORTER_IN_CHINESE = {"architecture.md"}
 ONE_SESSION = {"api.md"}  # blocks that follow each other: tests/test_python_api.py runs them
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -219,14 +220,44 @@ def anatomy(page: Path) -> tuple[list[tuple[str, str]], set[str], list[str], int
     )
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES[1:] if p.name not in ENGLISH_ONLY], ids=lambda page: page.name)
+def chinese_twin(page: Path) -> Path:
+    return page.with_name(f"{page.stem}.zh.md")
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES[1:] if p.name not in BILINGUAL], ids=lambda page: page.name)
 def test_every_page_has_a_chinese_twin(page):
     """With the same commands, options, headings and rows, so that neither changes alone."""
-    english, chinese = anatomy(page), anatomy(page.with_name(f"{page.stem}.zh.md"))
+    twin = chinese_twin(page)
+    assert twin.exists(), f"{page.name} needs a Chinese twin, {twin.name}"
+    if page.name in SUMMARISED:
+        return
+    english, chinese = anatomy(page), anatomy(twin)
     assert english[0] == chinese[0]
     if page.name not in SHORTER_IN_CHINESE:
         assert english[1] == chinese[1]
         assert english[2:] == chinese[2:]
+
+
+def test_every_entry_of_the_experiments_is_summarised_in_chinese():
+    """In the same order, with no figure and no command that the entry has not."""
+    english, chinese = (
+        re.split(r"^## ", (ROOT / "docs" / name).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+        for name in ("experiments.md", "experiments.zh.md")
+    )
+    dates = [[entry.split("：")[0].split(":")[0] for entry in entries] for entries in (english, chinese)]
+    assert dates[0] == dates[1], "each entry of experiments.md needs its summary in experiments.zh.md"
+    for entry, summary in zip(english, chinese, strict=True):
+        for pattern in (r"\d+(?:[.,]\d+)*", r"`([^`\n]+)`"):
+            added = set(re.findall(pattern, summary)) - set(re.findall(pattern, entry))
+            assert added == set(), f"{summary.splitlines()[0]}: not in {entry.splitlines()[0]}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name not in BILINGUAL], ids=lambda page: page.name)
+def test_chinese_pages_link_to_chinese_pages(page):
+    """But for the link to the page's own English form."""
+    text = chinese_twin(page).read_text(encoding="utf-8")
+    linked = {page.parent / target for target in re.findall(r"\]\(([^)#:]+(?<!\.zh)\.md)[)#]", text)}
+    assert {other.name for other in linked - {page} if chinese_twin(other).exists()} == set()
 
 
 def test_pages_name_no_file_that_is_not_there():
