@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # benchmarks are not part of the package
 
 from benchmarks.__main__ import HOURS, JOBS, RESULTS, SIZED, chosen, merged, read  # noqa: E402
-from benchmarks.chinese import chinese, chinese_page, left_in_english  # noqa: E402
+from benchmarks.chinese import PHRASES, chinese, chinese_page, left_in_english  # noqa: E402
 from benchmarks.pages import MARKS, README, TABLES, benchmarks_page, docs_pages, readme_table  # noqa: E402
 from benchmarks.results import Row  # noqa: E402
 from benchmarks.storm import memory_slope  # noqa: E402
@@ -121,6 +121,10 @@ def test_a_row_is_translated_by_its_phrases_and_keeps_names_and_figures():
     assert "`c`（2026-01-02，机器 1，运行前负载 0.1）" in page
     assert chinese("a thing without a phrase, 3.5 nats") == "a thing without a phrase，3.5 奈特"
     assert left_in_english("a thing without a phrase，3.5 奈特，`code`，float32") == {"thing", "without", "phrase"}
+
+
+def test_every_benchmark_has_a_chinese_title():
+    assert [job for job in JOBS if f"## {job}" not in PHRASES] == []
 
 
 def test_commands_can_be_given_on_any_machine():
