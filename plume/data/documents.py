@@ -17,6 +17,7 @@ from plume.data.sources import ARCHIVES, PAGES, FilePart, WorkUnit, hub_rows, op
 from plume.data.tables import (
     LONGEST_LINE,
     UNDECODED,
+    CorruptFileError,
     Row,
     Tally,
     csv_rows,
@@ -76,7 +77,7 @@ def read_piece(piece: WorkUnit, config: DataConfig, tally: Tally) -> Iterator[Do
                 else:
                     tally.text += clean.size
                     yield clean
-        except (EOFError, zlib.error, zstd_error()):
+        except (CorruptFileError, EOFError, zlib.error):
             tally.add("damaged compression", part.path)
         except OSError as error:
             if error.errno is not None:  # the machine's trouble; without a number it is gzip that complains
@@ -109,12 +110,6 @@ def reject_reason(document: Document) -> str | None:
         if not text.isascii() and not encodable(text):
             return "half characters (lone surrogates)"
     return None
-
-
-def zstd_error() -> type[Exception]:
-    import zstandard
-
-    return zstandard.ZstdError
 
 
 def read_part(part: FilePart, config: DataConfig, tally: Tally) -> Iterator[Document]:

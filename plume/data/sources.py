@@ -18,7 +18,7 @@ import numpy as np
 
 from plume.config import DataConfig, UserError, at_home, did_you_mean
 from plume.data.plaintext import can_split, detect_encoding, text_blocks
-from plume.data.tables import COMPRESSED, TABLES, Row, open_bytes, suffix_of
+from plume.data.tables import COMPRESSED, TABLES, CorruptFileError, Row, open_bytes, suffix_of
 from plume.util.hub import hub_is_offline
 
 PAGES = (".html", ".htm")
@@ -252,8 +252,11 @@ def cuttable(path: Path, config: DataConfig) -> bool:
     """Whether parts of a file can be read on their own: its first bytes may name another encoding."""
     if suffix_of(path) in TABLES:
         return True
-    with open_bytes(path) as stream:
-        encoding, _ = detect_encoding(stream.read(4), config.encoding)
+    try:
+        with open_bytes(path) as stream:
+            encoding, _ = detect_encoding(stream.read(4), config.encoding)
+    except CorruptFileError:  # whoever reads it will count it
+        return False
     return can_split(encoding, config.documents)
 
 

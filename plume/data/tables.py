@@ -8,7 +8,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,8 @@ from plume.config import UserError
 Row = dict[str, Any]
 LONGEST_LINE = 64 << 20  # bytes; a longer record is skipped, so that memory stays bounded
 COMPRESSED = (".gz", ".zst")
+COMPRESSED_BYTES = 1 << 12  # read at a time: they may become thousands of times as many
+LARGEST_WINDOW = 1 << 31  # of zstd --long=31, as archives of forums are compressed
 UNDECODED = re.compile("[\udc80-\udcff]")  # bytes that surrogateescape kept apart
 TABLES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 MARKED = "plume-mark"  # how an encoding other than UTF-8 is decoded
@@ -94,17 +96,74 @@ def suffix_of(path: Path) -> str:
 
 def open_bytes(path: Path) -> BinaryIO:
     """The bytes of a file, decompressed on the way."""
-    suffix = path.suffix.lower()
+    if path.suffix.lower() not in COMPRESSED:
+        return path.open("rb")
+    return cast(BinaryIO, io.BufferedReader(Decompressed(path)))
+
+
+class CorruptFileError(UserError):
+    """A compressed file that ends too early, or is none."""
+
+
+class Decompressed(io.RawIOBase):
+    """What is in the frames of a .gz or .zst file; a last frame that is not whole is an error, not the end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, path.open("rb")
+        self.new_frame, self.fault = frame_reader(path.suffix.lower())
+        self.frame: Any = None  # the one that is being read
+        self.begun = False
+        self.data, self.given = memoryview(b""), 0
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.given
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+    def readinto(self, out: Any) -> int:
+        rest = b" "
+        while not self.data and rest:
+            rest = self.file.read(COMPRESSED_BYTES)
+            try:
+                self.data = memoryview(b"".join(self.decompressed(rest)))
+            except self.fault as error:
+                raise self.corrupt(f"has no {self.path.suffix[1:]} data where it should ({error})") from None
+        if not self.data and self.frame is not None:
+            raise self.corrupt("ends too early")
+        count = min(len(out), len(self.data))
+        out[:count], self.data = self.data[:count], self.data[count:]
+        self.given += count
+        return count
+
+    def decompressed(self, rest: bytes) -> Iterator[bytes]:
+        while rest:
+            if self.frame is None:
+                rest = rest.lstrip(b"\0") if self.begun else rest  # a tape or a disk fills up with them
+                self.frame, self.begun = self.new_frame() if rest else None, True
+            if not rest:
+                return
+            yield self.frame.decompress(rest)
+            rest = self.frame.unused_data if self.frame.eof else b""
+            self.frame = None if self.frame.eof else self.frame
+
+    def corrupt(self, reason: str) -> CorruptFileError:
+        return CorruptFileError(f"{self.path} {reason}; copy or compress it again")
+
+
+def frame_reader(suffix: str) -> tuple[Callable[[], Any], type[Exception]]:
+    """What decompresses one frame, and the error that it raises."""
     if suffix == ".gz":
-        import gzip
+        import zlib
 
-        return cast(BinaryIO, gzip.open(path, "rb"))
-    if suffix == ".zst":
-        import zstandard
+        return partial(zlib.decompressobj, 16 + zlib.MAX_WBITS), zlib.error
+    import zstandard
 
-        raw = path.open("rb")
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=True))
-    return path.open("rb")
+    return zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj, zstandard.ZstdError
 
 
 def seek_forward(stream: BinaryIO, place: int) -> None:

@@ -208,6 +208,40 @@ def test_a_damaged_archive_gives_what_is_readable_and_is_counted(tmp_path):
     assert tally.counts["damaged compression"] >= 2
 
 
+@pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".zst", zstandard.compress)])
+def test_a_compressed_file_that_is_cut_short_is_never_taken_for_a_whole_one(tmp_path, suffix, pack):
+    path, row = tmp_path / f"a.jsonl{suffix}", json.dumps({"text": "text " * 50}).encode() + b"\n"
+    first, second = pack(row * 20), pack(row * 30)  # two frames, as appending makes them
+    path.write_bytes(first + second)
+    assert len(list(read_rows(path))) == 50
+    path.write_bytes(first + second + bytes(600))  # a disk may fill up its last block
+    assert len(list(read_rows(path))) == 50
+    for end in (len(first) + 1, len(first) + len(second) - 1):
+        path.write_bytes((first + second)[:end])
+        tally = Tally()
+        assert len(list(read_documents(config(path), tally))) >= 20
+        assert tally.counts["damaged compression"] == 1
+        with pytest.raises(UserError, match=rf"a\.jsonl{suffix} ends too early; copy or compress it again"):
+            list(read_rows(path))
+    path.write_bytes(row)  # as a browser saves what a server compressed on the way
+    with pytest.raises(UserError, match=rf"a\.jsonl{suffix} has no {suffix[1:]} data where it should"):
+        list(read_rows(path))
+    large = tmp_path / f"large.txt{suffix}"
+    large.write_bytes(b"text\n" * 60_000)
+    (tmp_path / "other.txt").write_text("after")
+    tally = Tally()
+    assert [d.text for d in read_documents(config(large, tmp_path / "other.txt", shard_mb=1), tally)] == ["after"]
+    assert tally.counts == {"damaged compression": 1}
+
+
+def test_zstandard_with_a_long_window_is_read(tmp_path):
+    long = zstandard.ZstdCompressionParameters.from_level(3, window_log=28, enable_ldm=True)
+    stream = zstandard.ZstdCompressor(compression_params=long).compressobj()
+    path = tmp_path / "forum.jsonl.zst"
+    path.write_bytes(stream.compress(b'{"text": "of a forum"}\n') + stream.flush())
+    assert texts_of(path) == ["of a forum"]
+
+
 def test_damaged_and_unreadable_files(tmp_path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 but nothing else" * 100_000)
     (tmp_path / "b.txt").write_text("after")
