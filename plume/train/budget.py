@@ -74,7 +74,7 @@ def sized(config: PretrainConfig) -> Sized:
     assert config.minutes is not None
     if config.resume and is_run(config.folder):
         began = build(PretrainConfig, {**read_recipe_of(config.folder), "folder": str(config.folder)})
-        return Sized(replace(began, resume=True), "resumed with the settings it began with", None)
+        return Sized(resumed(config, began), "resumed with the settings it began with", None)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("minutes sizes a run for one process; start the recipe.toml of such a run under torchrun")
     size = 0 if config.prepared is not None else text_bytes(config.data)
@@ -88,11 +88,24 @@ def sized(config: PretrainConfig) -> Sized:
             break
         best = choice
     assert best is not None
-    length = next(length for limit, length in CONTEXTS.items() if best.tokens <= limit)
-    chosen = read_in(config, replace(best.model, context=length), unique)
+    chosen = read_in(config, replace(best.model, context=context_for(config.objective, best.tokens)), unique)
     ratio = chosen.ratio * (CODE if config.data.paths == ("python:stdlib",) else 1.0)
     known = ratio if config.model.causal else None
     return Sized(with_size(config, chosen.model, chosen.batch, chosen.steps), said(chosen, known), known)
+
+
+def resumed(config: PretrainConfig, began: PretrainConfig) -> PretrainConfig:
+    """As it began, but for what is set now of memory, device and precision."""
+    names = ("micro_batch", "device", "precision")
+    given = {name: value for name in names if (value := getattr(config.train, name)) != getattr(TrainConfig, name)}
+    return replace(began, resume=True, train=replace(began.train, **given))
+
+
+def context_for(objective: ObjectiveConfig, tokens: int) -> int:
+    """The length that the recipe sets; else by the tokens to be read, and no shorter than its short sequences."""
+    if objective.length is not None:
+        return objective.length
+    return max((next(length for limit, length in CONTEXTS.items() if tokens <= limit), *objective.short_lengths))
 
 
 def announced(config: PretrainConfig) -> tuple[PretrainConfig, float | None]:

@@ -211,6 +211,25 @@ def test_the_first_of_the_duplicates_stays(tmp_path):
     assert b"Same text" in tokens.replace(b"\0", b"") and b"TEXT" not in tokens.replace(b"\0", b"")
 
 
+@pytest.mark.parametrize("duplicates", ["exact", "near"])
+def test_a_pair_is_a_duplicate_only_with_both_its_sides(tmp_path, duplicates):
+    rows = [{"text": "Thank you.", "target": target} for target in ("Danke.", "Vielen Dank!", "danke.", "Danke schön.")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out, tokenizer = tmp_path / "out", TokenizerConfig(kind="bytes")
+    options = {"split": "hash", "validation_fraction": 0.0, "clean": CleanConfig(duplicates=duplicates)}
+    done = prepare(paths=(tmp_path / "a.jsonl",), folder=out, target_field="target", tokenizer=tokenizer, **options)
+    assert done.report["sources"][0]["kept"] == 3
+    assert done.report["sources"][0]["dropped"]["duplicate"]["count"] == 1
+
+
+def test_a_target_can_hold_an_evaluation_text(tmp_path):
+    (tmp_path / "items.txt").write_text(PROSE)
+    clean = CleanConfig(decontaminate=(str(tmp_path / "items.txt"),))
+    cleaner = Cleaner(clean, held_out_index(DataConfig(paths=("x",), folder=tmp_path, clean=clean)))
+    pair = Document("What is an owl, and what is it known for?", "here", target=f"It was said: {PROSE}")
+    assert cleaner.reason(pair) == "shares 13 words with an evaluation text"
+
+
 CHINESE = "".join(chr(0x4E00 + n * 37 % 2000) for n in range(600))
 
 
