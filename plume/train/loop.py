@@ -427,8 +427,9 @@ class Trainer:
             self.task.train.seek(step, state["rows"])
         self.checkpoints.drop_after(step)
         self.step, self.tokens, self.seconds = step, state["tokens"], state["seconds"]
-        kept = state["best"] is not None and state["best"][1] in self.checkpoints.steps()
-        self.best = Best(*state["best"]) if kept else None
+        best = None if state["best"] is None else Best(*state["best"])
+        lost = self.config.keep_best and best is not None and best.step not in self.checkpoints.steps()
+        self.best = None if lost else best
         self.validation, self.worse, self.early = state["validation"], state["worse"], state["early"]
         self.validation_parts = state["validation_parts"]
         self.logger.last_loss = state["loss"]
@@ -438,6 +439,7 @@ class Trainer:
             self.microbatches.micro_batch, self.microbatches.tokens = state["micro_batch"]  # also when halved
         if self.config.precision == "auto":
             self.precision = replace(self.precision, name=state["precision"])  # measured anew it might be another
+            self.optimizers.multiply_in(self.precision.dtype)
         self.logger.restart(step)
         self.logger.print(f"resuming from step {step}")
 

@@ -156,13 +156,20 @@ class Optimizers:
                 momentum=config.muon_momentum,
                 weight_decay=decay,
                 iterations=config.muon_iterations,
-                dtype=torch.bfloat16 if matrices[0].device.type == "cuda" else products,
                 ranks=ranks,
             )
             for p in matrices:
                 muon.state[p] = {"momentum": torch.zeros_like(p)}
             self.parts.append(muon)
+        self.multiply_in(products)
         self.peaks = [[group["lr"] for group in part.param_groups] for part in self.parts]
+
+    def multiply_in(self, products: torch.dtype) -> None:
+        """The dtype of Muon's matrix products, on a CPU; on a GPU it is bfloat16."""
+        on_gpu = any(p.device.type == "cuda" for p in self.names)
+        for part in self.parts:
+            if isinstance(part, Muon):
+                part.dtype = torch.bfloat16 if on_gpu else products
 
     def step(self, scale: float) -> None:
         """One update at this fraction of the peak rates."""

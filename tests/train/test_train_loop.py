@@ -23,6 +23,7 @@ from plume.model.loss import TensorBatch
 from plume.train.distribute import Ranks
 from plume.train.loop import NonFiniteError, Trainer
 from plume.train.objectives import objective_called
+from plume.train.optim import Muon
 from plume.util.run_folder import read_metrics
 
 CONFIG = TrainConfig(steps=8, batch=8, lr=1e-2, log_every=1, validate_every=4, warmup_steps=2, keep_best=False)
@@ -90,6 +91,35 @@ def test_resumed_is_uninterrupted(tmp_path: Path, optimizer: Any, dropout: float
         for name in ("whole", "cut")
     ]
     assert rows[0] == rows[1] and any("validation_bits_per_byte" in row for row in rows[0])
+
+
+def test_muon_is_resumed_in_the_precision_that_the_run_began_in(tmp_path: Path) -> None:
+    """Where the precision is measured, and measured anew it would be another."""
+    config = replace(CONFIG, steps=2, optimizer="muon", checkpoint_every=1)
+
+    def trainer(folder: str, name: Any) -> Trainer:
+        made = toy_trainer(tmp_path / folder, config)
+        task = replace(made.task, model=Model(TINY, "pretraining"))
+        return Trainer(task, config, tmp_path / folder, Ranks(), replace(made.precision, name=name))
+
+    torch.manual_seed(5)
+    begun = trainer("run", "bfloat16")
+    begun.task = replace(begun.task, before_step=lambda step: setattr(begun, "stop_requested", True))
+    assert begun.run(resume=False).step == 1
+    again = trainer("run", "float32")
+    again.run(resume=True)
+    dtypes = {part.dtype for part in again.optimizers.parts if isinstance(part, Muon)}
+    assert again.precision.name == "bfloat16" and dtypes == {torch.bfloat16}
+
+
+def test_a_finished_run_that_is_resumed_keeps_its_validation_loss(tmp_path: Path) -> None:
+    """Also where the checkpoint of the best step is gone, as it may be where the best is not kept."""
+    config = replace(CONFIG, steps=3, keep_last=1, validate_every=1)
+    scores = iter((1.0, 2.0, 3.0))
+    whole = toy_trainer(tmp_path, config, evaluate=lambda model: next(scores)).run(resume=False)
+    again = toy_trainer(tmp_path, config).run(resume=True)
+    assert whole.best_step == again.best_step == 1
+    assert whole.validation == again.validation is not None
 
 
 def flip(path: Path) -> None:
