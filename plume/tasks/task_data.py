@@ -222,11 +222,13 @@ def _numbered(examples: Sequence[Example], config: TaskConfig, skipped: Tally) -
 def split(examples: Sequence[Example], share: float, seed: int) -> tuple[list[Example], list[Example]]:
     """(training, validation), the same on every machine: by a hash of the texts, so that copies are on one side.
 
-    Every label gives its share, if it is a label.
+    Every label gives its share, if it is a label. Rows with one context stay together if there are enough contexts.
     """
     groups: dict[Any, list[tuple[bytes, Example]]] = {}
-    for example in examples:
-        content = {name: value for name, value in example.fields.items() if name != "id"}  # copies may have other ids
+    contexts = {example.fields.get("context") for example in examples}
+    apart = None not in contexts and share * len(contexts) >= 1
+    for example in examples:  # copies may have other ids
+        content = {n: value for n, value in example.fields.items() if (n == "context" if apart else n != "id")}
         key = json.dumps([seed, content], ensure_ascii=False, sort_keys=True).encode()
         group = example.label if isinstance(example.label, str) and "text" in example.fields else None
         groups.setdefault(group, []).append((hashlib.blake2b(key, digest_size=8).digest(), example))

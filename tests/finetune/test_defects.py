@@ -111,6 +111,17 @@ def test_copies_with_other_ids_are_on_one_side():
     assert train and validation and not {e.fields["text"] for e in train} & {e.fields["text"] for e in validation}
 
 
+@pytest.mark.parametrize(("count", "apart"), [(40, True), (2, False)])
+def test_questions_about_one_context_are_on_one_side(count, apart):
+    """Or else a model has read the contexts it is validated on, answers and all; a few contexts cannot be split."""
+    rows = [{"context": f"Text {n} of a book.", "question": f"Which {m}?", "id": f"{n}-{m}"} for n in range(count)
+            for m in range(5)]  # fmt: skip
+    train, validation = split([Example(row, [(5, "1")], "") for row in rows], 0.1, seed=1)
+    assert len(train) + len(validation) == 5 * count and len(validation) == count / 2
+    known = {e.fields["context"] for e in train}
+    assert all((e.fields["context"] in known) != apart for e in validation)
+
+
 def test_unlabelled_rows_are_skipped_and_counted(tmp_path):
     labels = ["entailment", "neutral", "contradiction", "-", "neutral", ""] * 5
     rows = [f"{y}\tleft {n}\tright {n}" for n, y in enumerate(labels)]
