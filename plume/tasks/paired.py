@@ -21,6 +21,7 @@ from plume.util.console import plural
 UPDATES = 200_000  # predictions added over all resamples: a second or two
 FEWEST, MOST = 100, 1000  # resamples
 LARGEST = 5000  # rows of one resample; the error is scaled to all rows
+FEWEST_APART = 6  # rows on which two models differ: by fewer, chance gives one of them all with p > 0.05
 TEXTS = (30, 100)  # resamples and rows where metrics compare texts, which takes a hundred times as long
 
 
@@ -63,12 +64,17 @@ def compare(
     metric: str,
     against: str,
 ) -> Verdict:
-    """The verdict on our predictions, by a paired bootstrap over the labelled rows."""
+    """The verdict on our predictions, by a paired bootstrap over the labelled rows.
+
+    Resamples of a few rows are too much alike: where predictions differ on too few, the interval reaches to 0.
+    """
     rows = np.array([n for n, e in enumerate(examples) if kind.measurable(e)])
     both = [evaluate(kind, examples, given).results()[metric] for given in (ours, theirs)]
     margin = metrics.NORMAL_95 * difference_error(kind, examples, ours, theirs, metric, rows)
     gap, (lowest, highest) = both[0] - both[1], metrics.possible(metric)
     low, high = max(lowest - highest, gap - margin), min(highest - lowest, gap + margin)
+    if sum(ours[n].value != theirs[n].value for n in rows.tolist()) < FEWEST_APART:
+        low, high = min(low, 0.0), max(high, 0.0)
     return Verdict(metric=metric, against=against, score=both[0], baseline=both[1], low=low, high=high, rows=len(rows))
 
 

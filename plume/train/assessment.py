@@ -107,7 +107,7 @@ def unrelated_labels(plan: FinetunePlan, ours: Mapping[int, Prediction], trivial
     constant, rows = trivial[0], plan.data.validation
     for predictions in (ours, *(b.predictions for b in trivial[1:])):
         against = compare(plan.kind, rows, predictions, constant.predictions, plan.metric, constant.name)
-        if against.outcome == "better":
+        if against.outcome == "better" or against.low == 0.0 < against.high:  # on few rows, as of a rare label
             return []
     column = plan.data.columns.get(plan.kind.label_field, plan.kind.label_field)
     text = (

@@ -198,6 +198,18 @@ def test_the_interval_is_that_of_the_paired_difference():
     assert compare(kind, examples, given["theirs"], given["ours"], "accuracy", "x").outcome == "worse"
 
 
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_few_rows_show_no_difference(count):
+    """All rows for one of two equal models: by chance as often as heads alone, or tails alone, of so many coins."""
+    kind = task("classify", labels=("0", "1"))
+    examples = [Example({"text": "x"}, "1", "") for _ in range(count)]
+    right, wrong = ({n: Prediction(value, {}) for n in range(count)} for value in "10")
+    for sign, pair in ((1, (right, wrong)), (-1, (wrong, right))):
+        verdict = compare(kind, examples, *pair, "accuracy", "x")
+        assert (verdict.outcome == "level") == (2 * 0.5**count > 0.05)
+        assert verdict.low <= sign == verdict.score - verdict.baseline <= verdict.high
+
+
 def test_a_difference_is_never_larger_than_the_metric_allows():
     """7 of 8 rows, where 1.96 errors end at 1.1 (the error written out as above); correlations differ by 2 at most."""
     kind = task("classify", labels=("0", "1"))
