@@ -34,6 +34,9 @@ class Line:
     chinese: str
     inverse: bool = False  # the row says how much of the peer's time, the table how many times as fast
 
+    def ratio(self, row: dict[str, Any]) -> float:
+        return float(1 / row["figure"] if self.inverse else row["figure"])
+
 
 README = (
     Line(
@@ -92,6 +95,12 @@ README = (
         "生成，int4 对 iq4_nl，单条序列",
     ),
     Line(
+        "decode/batch 1, int8, llama.cpp q4_0",
+        "llama.cpp",
+        "generation, int8 against q4_0 (about half the bytes), one sequence",
+        "生成，int8 对 q4_0（字节数约为一半），单条序列",
+    ),
+    Line(
         "serve.slots/slots, 16",
         "llama.cpp's server",
         "16 streaming clients, as many slots, int8 against q8_0",
@@ -134,19 +143,23 @@ README = (
         "滚动困惑度",
     ),
 )
-TABLES = {  # page -> head of its table, the sentence below it, a cell, and the sentence of what was missed
+TABLES = {  # page -> head of its table, the sentence below it, a cell, its end without AVX-512, what was missed
     "README.md": (
         "## Compared with other tools\n\n| compared with | task | Plume is |",
         "Measured {dates} on {cores} cores, both sides interleaved in one run: [every figure with target and command]"
-        "(docs/benchmarks.md). float24 stores a weight in [three bytes](docs/generate.md).",
+        "(docs/benchmarks.md). Rows with two figures are of a machine with AVX-512 and of one without. "
+        "float24 stores a weight in [three bytes](docs/generate.md).",
         "{ratio:.1f} times as fast",
+        " (AVX2 alone: {ratio:.1f})",
         " Of {targets} targets {missed} are missed; [they are listed first](docs/benchmarks.md#missed).",
     ),
     "README.zh.md": (
         "## 与其他工具相比\n\n| 对比 | 任务 | Plume 的速度 |",
         "{dates} 在 {cores} 核机器上测得，双方在同一次运行中轮流进行：[全部数字、目标与命令](docs/benchmarks.zh.md)。"
+        "有两个数字的行分别来自有 AVX-512 和没有 AVX-512 的机器。"
         "float24 把每个权重存为[三个字节](docs/generate.zh.md)。",
         "{ratio:.1f} 倍",
+        "（只有 AVX2 时 {ratio:.1f}）",
         "{targets} 个目标中有 {missed} 个未达到，[见列表](docs/benchmarks.zh.md#未达到)。",
     ),
 }
@@ -215,16 +228,19 @@ PEERS = {"a plain loop": "朴素循环", "llama.cpp's server": "llama.cpp 服务
 
 def readme_table(rows: list[dict[str, Any]], page: str) -> str:
     """Only what was measured, and how many targets were missed."""
-    head, sentence, cell, shortfall = TABLES[page]
+    head, sentence, cell, without, shortfall = TABLES[page]
     stored = {f"{row['job']}/{row['key']}": row for row in reversed(rows)}  # AVX-512 comes first
+    other = {f"{row['job']}/{row['key']}": row for row in rows}  # and the rows without it last
     lines, used = [], []
     for line in README:
         if line.row in stored:
             row = stored[line.row]
-            ratio = 1 / row["figure"] if line.inverse else row["figure"]
+            figure = cell.format(ratio=line.ratio(row))
+            if other[line.row] is not row:
+                figure += without.format(ratio=line.ratio(other[line.row]))
             english = page == "README.md"
             text, peer = (line.english, line.peer) if english else (line.chinese, PEERS.get(line.peer, line.peer))
-            lines.append(f"| {peer} | {text} | {cell.format(ratio=ratio)} |")
+            lines.append(f"| {peer} | {text} | {figure} |")
             used.append(row)
     if not lines:
         return ""

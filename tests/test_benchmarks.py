@@ -52,7 +52,7 @@ def test_only_rows_that_were_measured_again_change():
     ]
 
 
-def test_rows_with_avx512_and_without_stand_side_by_side_and_the_table_shows_avx512():
+def test_rows_with_avx512_and_without_stand_side_by_side_and_the_table_shows_both():
     job, key = "decode", "batch 1, int8, llama.cpp q8_0"
     with_it, without = {"machine": "2 cores (avx2, avx512f)"}, {"machine": "2 cores (avx2)"}
     old = [stored(job, key, 3.0, **without), stored("encode", "short", 5.0, **without)]
@@ -63,6 +63,8 @@ def test_rows_with_avx512_and_without_stand_side_by_side_and_the_table_shows_avx
     assert f"| {key} (AVX-512) | 4.00 x" in page and f"| {key} (AVX2 only) | 3.00 x" in page and "short (" not in page
     table = readme_table(rows, "README.md")
     assert "4.0 times as fast" in table and "3.0 times as fast" not in table
+    assert "| 4.0 times as fast (AVX2 alone: 3.0) |" in table
+    assert "| 4.0 倍（只有 AVX2 时 3.0） |" in readme_table(rows, "README.zh.md")
 
 
 def test_jobs_are_chosen_by_name_or_script():
