@@ -1,6 +1,9 @@
 """The compiled training step against autograd in float64, and where it must stand aside."""
 
 import copy
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +39,7 @@ def gradients(model: Model, tokens: torch.Tensor, lengths: torch.Tensor | None) 
     ("family", "lengths", "length"),
     [
         ("gpt2", None, 32),
+        ("gpt2", None, 5),
         ("openai-gpt", None, 32),
         ("bert", None, 32),
         ("bert", PADDED, 32),
@@ -64,6 +68,27 @@ def test_gradients_are_those_of_autograd_in_float64(
     for name, gradient in found.items():
         size = float(expected[name].abs().max())
         torch.testing.assert_close(gradient.double(), expected[name], rtol=0, atol=1e-5 * max(size, 1), msg=name)
+
+
+SHORT_ROWS = """
+import torch
+from plume.config import ModelConfig
+from plume.model.heads import Model
+from plume.train.fused import fuse
+torch.manual_seed(0)
+config = ModelConfig(vocab_size=9, context=8, layers=1, heads=1, width=16, dropout=0.0)
+model, tokens = Model(config, "next-token").train(), torch.randint(0, 9, (2, 5))
+expected = model.body(tokens)
+fuse(model)
+torch.testing.assert_close(model.body(tokens), expected)
+"""
+
+
+def test_code_from_the_cache_computes_what_it_did_when_it_was_compiled(tmp_path: Path) -> None:
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    for _ in ("compiles", "loads"):
+        done = subprocess.run([sys.executable, "-c", SHORT_ROWS], env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("family", "lengths"), [("gpt2", None), ("openai-gpt", None), ("bert", PADDED)])

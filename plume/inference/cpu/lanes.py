@@ -49,6 +49,9 @@ def pointer_to(builder: Any, address: Any, offset: Any, kind: Any) -> Any:
     """The address, moved by a number of bytes, as a pointer."""
     if not isinstance(offset, int) or offset:
         address = builder.add(address, whole(offset) if isinstance(offset, int) else offset)
+    # numba optimises what was compiled once more in whatever calls it; by then the address may be a pointer made of a
+    # part of the sum, which is 0 in a first round, and whatever is written through a null pointer would be left out
+    set.add(builder.function.attributes, "null_pointer_is_valid")  # llvmlite knows no such attribute
     return builder.inttoptr(address, kind.as_pointer())
 
 
@@ -158,7 +161,7 @@ def _pointer(kind: Any, numba_type: Any) -> Any:
     @intrinsic
     def pointer(typing: Any, address: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], kind.as_pointer())
+            return pointer_to(builder, args[0], 0, kind)
 
         return types.CPointer(numba_type)(types.int64), codegen
 
