@@ -244,6 +244,8 @@ class DistillConfig(Checked):
         weights = (self.soft_weight, self.hard_weight, self.hidden_weight, self.attention_weight)
         if min(weights) < 0 or max(weights) == 0:
             yield "soft_weight, hard_weight, hidden_weight and attention_weight: none may be negative, not all 0"
+        if self.objective.sampled_softmax is not None:
+            yield "objective.sampled_softmax: a teacher has probabilities for all tokens; leave it out"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,9 +89,18 @@ def sized(config: PretrainConfig) -> Sized:
         best = choice
     assert best is not None
     chosen = read_in(config, replace(best.model, context=context_for(config.objective, best.tokens)), unique)
-    ratio = chosen.ratio * (CODE if config.data.paths == ("python:stdlib",) else 1.0)
-    known = ratio if config.model.causal else None
+    sources, pairs = texts_of(config)
+    ratio = chosen.ratio * (CODE if sources == ("python:stdlib",) else 1.0)
+    known = ratio if config.model.causal and not pairs else None
     return Sized(with_size(config, chosen.model, chosen.batch, chosen.steps), said(chosen, known), known)
+
+
+def texts_of(config: PretrainConfig) -> tuple[tuple[str, ...], bool]:
+    """Where the texts are from, and whether they are pairs, of which the law says nothing."""
+    if config.prepared is None:
+        return config.data.paths, bool(config.data.targets) or config.data.target_field is not None
+    manifest = read_manifest(config.prepared)
+    return manifest.sources, manifest.pairs
 
 
 def resumed(config: PretrainConfig, began: PretrainConfig) -> PretrainConfig:

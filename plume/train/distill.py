@@ -148,7 +148,7 @@ class DistillObjective(Tokens):
     """DistilBERT's three losses, and TinyBERT's of attention; each a mean over the tokens it compares."""
 
     def __init__(self, teacher: Model, config: DistillConfig, layers: int) -> None:
-        super().__init__()
+        super().__init__(config.train.label_smoothing)
         self.teacher, self.config = teacher.eval().requires_grad_(False), config
         self.layers = matched_layers(layers, teacher.config.layers)
         named = {

@@ -163,7 +163,7 @@ class Trainer:
             self.logger.print(f"interrupted at step {self.step}, checkpoint saved; continue with --resume")
         loss = self.logger.last_loss
         best_step = None if self.best is None else self.best.step
-        validation = None if self.best is None else self.best.score if self.config.keep_best else self.validation
+        validation = self.best.score if self.config.keep_best and self.best is not None else self.validation
         parts = self.validation_parts if self.validation_parts else self.logger.last_parts
         return Outcome(self.step, self.done, loss, validation, parts, best_step, self.tokens, self.seconds)
 
@@ -191,6 +191,7 @@ class Trainer:
                 self.logger.print(f"restored the best checkpoint (step {self.best.step})")
             else:
                 self.logger.print(f"the best checkpoint (step {self.best.step}) is corrupt; keeping the last weights")
+                self.best, self.validation_parts = None, self.by_part(self.measure())
         if self.config.average_checkpoints > 1:
             self.average_weights()
 
@@ -319,14 +320,18 @@ class Trainer:
         improved = best is None or math.isnan(best.score) or found < (best.score, best.loss)
         if improved:
             self.best = Best(score, self.step, self.validation)
-        if (improved or not self.config.keep_best) and len(means) > 1:
-            self.validation_parts = dict(zip(self.task.objective.parts, means.tolist(), strict=True))
+        if improved or not self.config.keep_best:
+            self.validation_parts = self.by_part(means)
         self.worse = 0 if improved and not math.isnan(score) else self.worse + 1
         if self.task.patience is not None and self.worse >= self.task.patience:
             self.logger.print(f"early stopping, step {self.step}: no improvement in {plural(self.worse, 'validation')}")
             self.early = True
         self.logger.validated(self.step, self.validation, means.tolist(), score, best=self.worse == 0)
         return improved
+
+    def by_part(self, means: Tensor) -> dict[str, float]:
+        """The parts of a loss that has several."""
+        return dict(zip(self.task.objective.parts, means.tolist(), strict=True)) if len(means) > 1 else {}
 
     def evaluated(self, evaluate: Callable[[Any], float]) -> float:
         self.task.model.eval()

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 import transformers
 from tiny import TEXTS, config_of, random_base, tokenizer_of
 
-from plume.config import DataConfig, DistillConfig, TrainConfig, UserError
+from plume.config import DataConfig, DistillConfig, ObjectiveConfig, TrainConfig, UserError
 from plume.data.batches import IGNORE
 from plume.model.heads import Model
 from plume.model.loss import TensorBatch
@@ -26,7 +26,7 @@ def pair_of(family, **more):
     """A random teacher, and a random student of half its layers."""
     torch.manual_seed(0)
     head = "masked-token" if family == "bert" else "next-token"
-    config = DistillConfig(teacher="t", folder="f", train=TRAIN, init="random", **more)
+    config = DistillConfig(teacher="t", folder="f", **({"train": TRAIN, "init": "random"} | more))
     teacher = Model(config_of(family), head)
     student = Model(student_config(config, teacher.config), head)
     for model in (teacher, student):
@@ -97,6 +97,23 @@ def test_losses_are_what_they_say(family):
             hard += -mine.log_softmax(0)[batch.targets[row, place]]
     expected = [soft / count, hard / count, hidden / tokens, attention / tokens]
     assert found == pytest.approx([float(e.detach()) for e in expected], rel=2e-4)
+
+
+def test_labels_are_smoothed_in_training_alone():
+    teacher, student, config = pair_of("gpt2", train=TrainConfig(steps=1, label_smoothing=0.1))
+    lesson, batch = StudentWithProjection(student, teacher), batch_of(teacher)
+    objective = DistillObjective(teacher, config, student.config.layers)
+    logits, targets = student(batch.tokens).flatten(0, 1), batch.targets.flatten()
+    for training, smoothing in ((True, 0.1), (False, 0.0)):
+        lesson.train(training)
+        hard = objective.totals(lesson, batch)[list(objective.parts).index("hard")]
+        expected = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+        torch.testing.assert_close(hard, expected, rtol=1e-4, atol=0)
+
+
+def test_a_sampled_softmax_is_refused():
+    with pytest.raises(UserError, match=r"objective\.sampled_softmax: a teacher has probabilities for all tokens"):
+        pair_of("gpt2", objective=ObjectiveConfig(sampled_softmax=8))
 
 
 def test_a_narrower_student_is_widened_for_the_comparison():

@@ -10,6 +10,7 @@ import torch
 from benchmarks.size_law import fit, known
 from plume.config import PretrainConfig, UserError, build, read_recipe
 from plume.config.recipes import RECIPES
+from plume.data import prepare
 from plume.model.heads import Model
 from plume.train import budget, size_law
 from plume.train.held_out import held_out_bits
@@ -144,6 +145,24 @@ def test_a_sized_run_ends_with_what_came_and_what_was_expected(
     assert said is not None, printed
     bits = held_out_bits(tmp_path / "run" / "model", tmp_path / "data", compressor=False)
     assert [f"{bits[name]:.2f}" for name in ("this model", "bigram")] == [said[1], said[2]]
+
+
+def test_bits_per_byte_are_expected_of_texts_alone(text: Path, tmp_path: Path, speed: None) -> None:
+    code = recipe("auto")
+    prose = replace(code, data=replace(code.data, paths=(str(text),), folder=tmp_path / "prose"))
+    pairs = replace(prose, data=replace(prose.data, targets=(str(text),), folder=tmp_path / "pairs"))
+    for given, factor in ((code, size_law.CODE), (prose, 1.0)):
+        plain = budget.sized(replace(given, data=replace(given.data, paths=("anything",)))).ratio
+        found = budget.sized(given).ratio
+        assert plain is not None and found == pytest.approx(factor * plain)
+    assert budget.sized(pairs).ratio is None and "expected" not in budget.sized(pairs).said
+    for given, law in ((prose, True), (pairs, False)):
+        small = replace(given.data, tokenizer=replace(given.data.tokenizer, vocab_size=300))
+        chosen = budget.sized(replace(code, prepared=prepare(small).folder))
+        assert (chosen.ratio is not None) is law
+        if law:
+            other = budget.sized(replace(prose, prepared=small.folder))  # its own paths are ignored
+            assert chosen.ratio == other.ratio
 
 
 def test_what_cannot_be_sized_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -201,8 +201,11 @@ def test_a_best_checkpoint_that_is_damaged_is_not_loaded(tmp_path: Path, capsys:
         choose()
 
     trainer.choose_weights = damaged  # type: ignore[method-assign]
-    trainer.run(resume=False)
+    outcome = trainer.run(resume=False)
     assert "is corrupt; keeping the last weights" in capsys.readouterr().err
+    means = trainer.measure()
+    assert outcome.best_step is None and list(outcome.parts.values()) == pytest.approx(means.tolist())
+    assert outcome.validation == pytest.approx(float(means @ trainer.weights.double()))
 
 
 def test_keeps_the_last_and_the_best(tmp_path: Path) -> None:
