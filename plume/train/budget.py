@@ -35,6 +35,7 @@ BATCH_TOKENS = {5e6: 2048, 20e6: 4096, math.inf: 8192}  # of a step, likewise
 REFERENCE_TOKENS = 4e6  # of the run that rates and batch were searched for
 REFERENCE_MUON_LR, REFERENCE_WIDTH = 0.03, 128
 PASSES = 8  # over a small text, at most
+FEWEST_STEPS = 20
 LARGEST_TABLE = 32768
 BYTES_PER_TOKEN = 3.3
 UNKNOWN = 1 << 40  # bytes of a hub dataset, whose size is not known: it bounds nothing
@@ -84,7 +85,7 @@ def sized(config: PretrainConfig) -> Sized:
     for layers, width in SHAPES:
         model = shaped(config, layers, width, size // rules(config.model).bytes_per_row, 256 + 2 * letters)
         choice = read_in(config, model, unique)
-        if best is not None and choice.ratio >= best.ratio:  # from the best size on it only rises
+        if best is not None and (choice.late or choice.ratio >= best.ratio):  # from the best size on it only rises
             break
         best = choice
     assert best is not None
@@ -133,6 +134,7 @@ class Affordable(NamedTuple):
     speed: float  # tokens/s
     ratio: float  # expected bits per byte over those of a bigram model
     tokens: int
+    late: bool  # not even the fewest steps fit into the time
 
 
 def said(choice: Affordable, ratio: float | None) -> str:
@@ -169,8 +171,10 @@ def read_in(config: PretrainConfig, model: ModelConfig, unique: float) -> Afford
     per_step = per_token * rows + update
     affordable = min(seconds / per_step, most / rows)
     ratio = LAW.ratio(block_weights(model), new_tokens(affordable * rows, unique))
-    steps = max(20, 5 * round(affordable / 5))
-    return Affordable(model, batch, steps, rows / per_step / OVERHEAD, ratio, round(steps * rows))
+    steps = max(FEWEST_STEPS, 5 * round(affordable / 5))
+    return Affordable(
+        model, batch, steps, rows / per_step / OVERHEAD, ratio, round(steps * rows), FEWEST_STEPS * per_step > seconds
+    )
 
 
 def mean_length(objective: ObjectiveConfig, context: int) -> float:

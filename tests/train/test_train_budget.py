@@ -92,6 +92,13 @@ def test_a_small_text_bounds_vocabulary_and_passes(text: Path, monkeypatch: pyte
     assert read == pytest.approx(budget.PASSES * text.stat().st_size / budget.BYTES_PER_TOKEN, rel=0.05)
 
 
+def test_a_tiny_text_does_not_make_a_model_that_takes_longer(speed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "text_bytes", lambda data: 500)
+    chosen, _, _ = budget.sized(recipe("auto", minutes=0.1))
+    per_token, _ = budget.speed(chosen.model, chosen)  # type: ignore[no-untyped-call]
+    assert tokens_read(chosen) * per_token * budget.OVERHEAD <= 0.1 * 60
+
+
 def test_what_a_recipe_says_of_the_softmax_holds(speed: None) -> None:
     config = recipe("auto", minutes=2.0)
     given = replace(config, objective=replace(config.objective, sampled_softmax=7))
