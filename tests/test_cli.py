@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ import pytest
 from families import FAMILIES, random_model
 
 from plume.cli.generate_command import answer
-from plume.cli.main import COMMANDS, main
+from plume.cli.main import COMMANDS, data_of_run, main
 from plume.cli.verbs import KNOWN, VERBS, settings
 from plume.config import (
     DataConfig,
@@ -23,12 +23,14 @@ from plume.config import (
     FinetuneConfig,
     PretrainConfig,
     SamplingConfig,
+    TokenizerConfig,
     UserError,
     build,
     describe,
     read_recipe,
     trained_like,
 )
+from plume.data import keyed_folder, prepare
 from plume.hf import save_model
 from plume.train.pretrain import plain
 from plume.util import files, places
@@ -258,6 +260,20 @@ def test_a_student_learns_as_its_teacher_did(run_folder):
     assert (wanted.teacher, str(wanted.prepared)) == (str(run_folder), "data/gpt2-laptop")
     assert (wanted.train.steps, wanted.train.optimizer) == (5, "muon")
     assert trained_like("gpt2") == {}
+
+
+def test_a_student_reads_what_its_teacher_read(here):
+    """The folder of the teacher's recipe held other data, so that its own has a key."""
+    configs = []
+    for name in ("first", "second"):
+        (here / f"{name}.txt").write_text(f"This is the {name} text.\n" * 50)
+        data = DataConfig(paths=(f"{name}.txt",), folder=Path("data/all"), tokenizer=TokenizerConfig(kind="bytes"))
+        configs.append(prepare(keyed_folder(data)).folder)
+        write_recipe(here / name, {"folder": name, "data": asdict(data)})
+    assert [data_of_run(name, "data/all") for name in ("first", "second")] == [str(folder) for folder in configs]
+    assert configs[0] == Path("data/all") != configs[1]
+    write_recipe(here / "third", {"folder": "third", "prepared": "elsewhere"})
+    assert data_of_run("third", "elsewhere") == "elsewhere"
 
 
 # ---- what a person sees

@@ -121,6 +121,8 @@ def distill(words: Words, flags: Flags) -> None:
     start = config.trained_like(leading[0]) if len(leading) == 1 else {}
     if any(name.startswith("data.") for name in overrides):
         start.pop("prepared", None)
+    elif "prepared" in start:
+        start["prepared"] = data_of_run(leading[0], start["prepared"])
     try:
         wanted = settings(config.DistillConfig, words, "teacher", start=start)
     except UserError as error:
@@ -137,6 +139,17 @@ def distill(words: Words, flags: Flags) -> None:
     result = run(wanted)
     show_result(result, flags)
     exit_unless_finished(result.outcome.finished)
+
+
+def data_of_run(folder: str, named: str) -> str:
+    """The data that a run was trained on: a folder with a key, where that of its recipe held other data."""
+    from plume.data import keyed_folder
+
+    table, origin = config.find_recipe(folder)
+    if "prepared" in table:
+        return named
+    own = keyed_folder(config.build(config.DataConfig, table["data"], origin=origin)).folder
+    return str(own) if own.is_dir() else named
 
 
 def runs(words: Words, flags: Flags) -> None:
