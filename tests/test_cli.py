@@ -144,6 +144,15 @@ def test_tables_fit_into_a_narrow_terminal(capsys, monkeypatch):
     assert max(map(len, shown.splitlines())) <= 60 and "38,597,376" in shown and "GFLOP/s" in shown and "…" not in shown
 
 
+def test_brackets_in_names_are_no_styles(capsys, here):
+    source = Path("texts [") / "book].txt"  # [/book] would end a style that nothing began
+    source.parent.mkdir()
+    source.write_text("a text of some words\n" * 40)
+    main(["prepare", str(source), "--folder", "data [red]", "--tokenizer.kind", "bytes", "--workers", "1"])
+    printed = capsys.readouterr().out
+    assert "data [red]: " in printed and str(source) in printed
+
+
 def test_a_verb_typed_in_a_shell_ends_with_code_2(here):
     command = [sys.executable, "-m", "plume", "demo", "--text", "nothing.txt"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

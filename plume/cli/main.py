@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from plume import __version__, config
 from plume.cli.verbs import KNOWN, help_text, is_recipe, overview, settings, split_flags, usage, verb_of
 from plume.config import UserError
-from plume.util.console import tell
+from plume.util.console import tell, terminal
 
 if TYPE_CHECKING:
     from plume.train.distill import DistillResult
@@ -319,9 +319,7 @@ def exit_unless_finished(finished: bool) -> None:
 
 
 def show(*things: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
+    console = terminal()
     for thing in things:
         console.print(thing)
 

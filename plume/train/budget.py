@@ -23,7 +23,7 @@ from plume.model.heads import Model
 from plume.model.loss import SampledSoftmax, token_loss
 from plume.train.fused_softmax import compiled_softmax
 from plume.train.optim import Optimizers
-from plume.train.size_law import CODE, LAW, SPREAD, fitted, new_tokens
+from plume.train.size_law import CODE, LAW, SPREAD, TOKENS, fitted, new_tokens
 from plume.util.devices import best_seconds, choose_precision, pick_device
 from plume.util.run_folder import is_run, read_recipe_of
 
@@ -35,6 +35,7 @@ BATCH_TOKENS = {5e6: 2048, 20e6: 4096, math.inf: 8192}  # of a step, likewise
 REFERENCE_TOKENS = 4e6  # of the run that rates and batch were searched for
 REFERENCE_MUON_LR, REFERENCE_WIDTH = 0.03, 128
 PASSES = 8  # over a small text, at most
+LEAST_STEPS = 20
 LARGEST_TABLE = 32768
 BYTES_PER_TOKEN = 3.3
 UNKNOWN = 1 << 40  # bytes of a hub dataset, whose size is not known: it bounds nothing
@@ -84,13 +85,14 @@ def sized(config: PretrainConfig) -> Sized:
     for layers, width in SHAPES:
         model = shaped(config, layers, width, size // rules(config.model).bytes_per_row, 256 + 2 * letters)
         choice = read_in(config, model, unique)
-        if best is not None and choice.ratio >= best.ratio:  # from the best size on it only rises
+        overrun = choice.tokens / choice.speed > config.minutes * 60 and choice.steps == LEAST_STEPS
+        if best is not None and (overrun or choice.ratio >= best.ratio):  # from the best size on it only rises
             break
         best = choice
     assert best is not None
     chosen = read_in(config, replace(best.model, context=context_for(config.objective, best.tokens)), unique)
     ratio = chosen.ratio * (CODE if config.data.paths == ("python:stdlib",) else 1.0)
-    known = ratio if config.model.causal else None
+    known = ratio if config.model.causal and chosen.tokens >= TOKENS[0] else None
     return Sized(with_size(config, chosen.model, chosen.batch, chosen.steps), said(chosen, known), known)
 
 
@@ -160,7 +162,7 @@ def read_in(config: PretrainConfig, model: ModelConfig, unique: float) -> Afford
     per_step = per_token * rows + update
     affordable = min(seconds / per_step, most / rows)
     ratio = LAW.ratio(block_weights(model), new_tokens(affordable * rows, unique))
-    steps = max(20, 5 * round(affordable / 5))
+    steps = max(LEAST_STEPS, 5 * round(affordable / 5))
     return Affordable(model, batch, steps, rows / per_step / OVERHEAD, ratio, round(steps * rows))
 
 

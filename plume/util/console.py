@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import sys
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # control characters as pictures: a model may write any of them, and a terminal would obey
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 PICTURES |= dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+
+
+def terminal(stream: TextIO | None = None) -> Console:
+    """A console that prints names as they are: a bracket in one is no style."""
+    from rich.console import Console
+
+    return Console(file=stream, markup=False, emoji=False, highlight=False)
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
@@ -16,9 +26,7 @@ def tell(text: str, stream: TextIO | None = None) -> None:
     if not stream.isatty():
         print(text, file=stream, flush=True)
         return
-    from rich.console import Console
-
-    Console(file=stream).print(harmless(text), highlight=False, markup=False, emoji=False)
+    terminal(stream).print(harmless(text))
 
 
 def plural(count: float, noun: str) -> str:
