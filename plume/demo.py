@@ -17,7 +17,7 @@ from plume.config import (
     TrainConfig,
     UserError,
 )
-from plume.util.console import harmless, plural
+from plume.util.console import harmless, plural, terminal
 from plume.util.files import write_text
 from plume.util.run_folder import is_run
 
@@ -40,13 +40,11 @@ PYTHON_PROMPTS = ("def read(", "class Reader(", "import os\nimport")  # no space
 
 def demo(config: DemoConfig) -> RunResult:
     """From text to samples, printed as it runs."""
-    from rich.console import Console
-
     from plume.train.pretrain import pretrain
 
     folder = run_folder(config)
-    console = Console()
-    console.rule("[bold]Plume[/]: from text to a language model", align="left")
+    console = terminal()
+    console.rule("Plume: from text to a language model", align="left")
     if config.folder is None and folder != FOLDER:
         console.print(f"{FOLDER} holds a run already; this one goes to {folder}.")
     console.print(f"Sizing a GPT-2 for {plural(config.minutes, 'minute')} on this machine ...")
@@ -126,7 +124,7 @@ def show_losses(console: Console, result: RunResult, data: Path, ratio: float | 
         table.add_row(NAMES.get(name, name), f"{value:.2f}", style="bold" if name == "this model" else "")
     console.print(table)
     if ratio is not None:
-        console.print(expected(ratio, bits).capitalize(), highlight=False)
+        console.print(expected(ratio, bits).capitalize())
 
 
 def show_samples(console: Console, config: DemoConfig, folder: Path) -> None:
@@ -148,16 +146,19 @@ def show_samples(console: Console, config: DemoConfig, folder: Path) -> None:
 
 
 def show_next(console: Console, result: RunResult, config: DemoConfig) -> None:
+    from rich.text import Text
+
     folder, gap = shlex.quote(str(result.folder)), " " if console.width >= 80 else "\n    "  # as a shell wants it
     console.print(f"The loss curve is in {result.folder / 'loss.png'}, the model in {result.model}. Now you can:")
     paths = " ".join(map(shlex.quote, config.text))
     if config.encoding != DemoConfig().encoding:
         paths += f" --data.encoding {config.encoding}"
-    longer = (f"plume pretrain auto --minutes 20 --data.paths {paths} --folder {folder}-20", "train longer")
+    longer_folder = shlex.quote(f"{result.folder}-20")
+    longer = (f"plume pretrain auto --minutes 20 --data.paths {paths} --folder {longer_folder}", "train longer")
     for command, what in (
         (f"plume generate {folder}", "generate text"),
         (f"plume explore {folder}", "inspect it in the browser"),
         (f"plume serve {folder}", "serve it with OpenAI's API"),
         longer if config.text else ("plume demo --text my_book.txt --folder runs/my_book", "train on your own text"),
     ):
-        console.print(f"  [bold]{command:50}[/]{gap}{what}", highlight=False)
+        console.print("  ", Text(f"{command:50}", "bold"), f"{gap}{what}", sep="", soft_wrap=True)

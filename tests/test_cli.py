@@ -146,6 +146,25 @@ def test_tables_fit_into_a_narrow_terminal(capsys, monkeypatch):
     assert max(map(len, shown.splitlines())) <= 60 and "38,597,376" in shown and "GFLOP/s" in shown and "…" not in shown
 
 
+def test_tables_that_do_not_fit_are_a_line_for_each_cell(capsys, monkeypatch, here):
+    for name in ("one", "two"):
+        (here / f"{name}.txt").write_text(f"number {name} has a text of some words\n" * 40_000)
+    monkeypatch.setenv("COLUMNS", "60")
+    words = ["--folder", "data", "--tokenizer.kind", "bytes", "--workers", "1"]
+    assert main(["prepare", "one.txt", "two.txt", *words]) == 0
+    printed = capsys.readouterr().out
+    assert "source: one.txt\nMB: 1.4\n" in printed and "share: 50.0%" in printed and "…" not in printed
+
+
+def test_brackets_in_names_are_no_styles(capsys, here):
+    source = Path("texts [") / "book].txt"  # [/book] would end a style that nothing began
+    source.parent.mkdir()
+    source.write_text("a text of some words\n" * 40)
+    main(["prepare", str(source), "--folder", "data [red]", "--tokenizer.kind", "bytes", "--workers", "1"])
+    printed = capsys.readouterr().out
+    assert "data [red]: " in printed and str(source) in printed
+
+
 def test_a_verb_typed_in_a_shell_ends_with_code_2(here):
     command = [sys.executable, "-m", "plume", "demo", "--text", "nothing.txt"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)

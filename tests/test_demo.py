@@ -64,6 +64,15 @@ def test_commands_are_shown_as_a_shell_wants_them():
     assert shlex.split(commands[0])[:3] == ["plume", "generate", str(folder)]
 
 
+def test_a_long_command_stays_on_one_line():
+    """Broken within a quoted path it would name another folder."""
+    folder, stream = Path("my [draft] runs/故 事"), io.StringIO()
+    result = SimpleNamespace(folder=folder, model=folder / "model")
+    demo.show_next(Console(file=stream, width=80), result, DemoConfig(text=("a rather long name of a text.txt",)))
+    longer = next(line for line in stream.getvalue().splitlines() if "--minutes 20" in line)
+    assert shlex.split(longer)[:-2][-1] == f"{folder}-20"
+
+
 def test_what_comes_next_fits_into_a_narrow_terminal():
     stream, folder = io.StringIO(), Path("runs/demo")
     demo.show_next(Console(file=stream, width=60), SimpleNamespace(folder=folder, model=folder / "model"), DemoConfig())

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from plume.config import UserError
 from plume.data.sources import load_hub
 from plume.hf import load_model, model_hash, read_embedding, resolve, save_model
+from plume.util.files import aside
 
 
 @pytest.fixture
@@ -227,6 +228,15 @@ def test_a_failed_save_keeps_the_old_folder(folder, monkeypatch):
         save_model(random_model(FAMILIES["gpt2"], seed=1), folder)
     assert model_hash(folder) == before
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
+
+
+def test_numpy_on_a_full_disk_is_one_message(tmp_path):
+    """Its own errors have no number."""
+    for message in ("2097152 requested and 453920 written", "Not enough free space to write 8 bytes after offset 128"):
+        with pytest.raises(UserError, match="the disk is full: rows could not"), aside(tmp_path / "rows"):
+            raise OSError(message)
+    with pytest.raises(OSError, match="something else"), aside(tmp_path / "rows"):
+        raise OSError("something else")
 
 
 def test_saving_again_replaces_the_model_and_nothing_else(folder):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from plume import __version__, config
 from plume.cli.verbs import KNOWN, help_text, is_recipe, overview, settings, split_flags, usage, verb_of
 from plume.config import UserError
-from plume.util.console import tell
+from plume.util.console import show, tell
 
 if TYPE_CHECKING:
     from plume.train.distill import DistillResult
@@ -329,14 +329,6 @@ def exit_unless_finished(finished: bool) -> None:
     """An interrupted run has saved a checkpoint, but a script that waits for it must not take it as finished."""
     if not finished:
         raise KeyboardInterrupt
-
-
-def show(*things: Any) -> None:
-    from rich.console import Console
-
-    console = Console()
-    for thing in things:
-        console.print(thing)
 
 
 def run_command(words: Words) -> None:

@@ -28,7 +28,7 @@ from plume.data.stages import HELD_OUT, ShardMaker, Survey, WordCounter, write_h
 from plume.data.tables import Tally
 from plume.text import Tokenizer, load_tokenizer
 from plume.text.tokenizer_training import merge_runs, train_from_counts
-from plume.util.console import tell
+from plume.util.console import tell, terminal
 from plume.util.devices import cores
 from plume.util.files import aside, read_json, room_on_disk, write_json
 
@@ -365,10 +365,7 @@ def warn_of_loss(report: dict[str, Any]) -> None:
 
 
 def warn(message: str) -> None:
-    from rich.console import Console
-
-    style: dict[str, Any] = {"style": "yellow", "soft_wrap": True, "markup": False, "highlight": False}
-    Console(stderr=True).print(f"warning: {message}", **style)
+    terminal(sys.stderr).print(f"warning: {message}", style="yellow", soft_wrap=True)
 
 
 def shown_bytes(size: int) -> str:

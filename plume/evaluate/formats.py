@@ -66,14 +66,14 @@ def own_choice(row: TaskRow, protocol: ScoringProtocol) -> Iterator[MultipleChoi
 
 
 def own_text(row: TaskRow, protocol: ScoringProtocol) -> Iterator[LastWord]:
-    yield LastWord(where=row.where, context=row.text("context"), word=" " + row.text("target"))
+    yield LastWord(where=row.where, context=row.text("context"), word=" " + row.words("target"))
 
 
 def own_blank(row: TaskRow, protocol: ScoringProtocol) -> Iterator[Blank]:
     before, found, after = row.text("text").partition("[MASK]")
     if not found:
         raise UserError(f"{row.where}: the text has no [MASK] to fill")
-    yield Blank(where=row.where, before=before, after=after, answer=row.text("answer"))
+    yield Blank(where=row.where, before=before, after=after, answer=row.words("answer"))
 
 
 def clean_hellaswag(text: str) -> str:

@@ -136,6 +136,11 @@ class TaskRow(dict[str, Any]):
             raise UserError(f"{self.where}: the field {name!r} should be a text, not {value!r}")
         return value
 
+    def words(self, name: str) -> str:
+        if not (value := self.text(name)).strip():
+            raise UserError(f"{self.where}: the field {name!r} is empty")
+        return value
+
     def texts(self, name: str, least: int = 1) -> list[str]:
         value = self[name]
         if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):

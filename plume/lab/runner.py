@@ -194,6 +194,7 @@ class JobStage:
 
 def overview(config: ReproduceConfig) -> RenderableType:
     from rich.table import Table
+    from rich.text import Text
 
     slower = speed(config.folder, keep=False)
     shown = Table("experiment", "claims", "jobs", "TFLOP", "minutes here", title="Experiments", show_lines=True)
@@ -202,7 +203,8 @@ def overview(config: ReproduceConfig) -> RenderableType:
         minutes = f"{seconds_of(jobs) * slower / 60:.0f}"
         operations = f"{sum(job.flops for job in jobs) / 1e12:.1f}"
         counts = (str(len(experiment.claims)), str(len(jobs)), operations, minutes)
-        shown.add_row(f"[bold]{experiment.name}[/]\n{experiment.question} [dim]{experiment.paper}[/]", *counts)
+        title = Text.assemble((experiment.name, "bold"), f"\n{experiment.question} ", (experiment.paper, "dim"))
+        shown.add_row(title, *counts)
     return shown
 
 

@@ -23,7 +23,7 @@ from plume.model.heads import Model
 from plume.model.loss import SampledSoftmax, token_loss
 from plume.train.fused_softmax import compiled_softmax
 from plume.train.optim import Optimizers
-from plume.train.size_law import CODE, LAW, SPREAD, fitted, new_tokens
+from plume.train.size_law import CODE, LAW, SPREAD, TOKENS, fitted, new_tokens
 from plume.util.devices import best_seconds, choose_precision, pick_device
 from plume.util.run_folder import is_run, read_recipe_of
 
@@ -92,7 +92,7 @@ def sized(config: PretrainConfig) -> Sized:
     chosen = read_in(config, replace(best.model, context=context_for(config.objective, best.tokens)), unique)
     sources, pairs = texts_of(config)
     ratio = chosen.ratio * (CODE if sources == ("python:stdlib",) else 1.0)
-    known = ratio if config.model.causal and not pairs else None
+    known = ratio if config.model.causal and not pairs and chosen.tokens >= TOKENS[0] else None
     return Sized(with_size(config, chosen.model, chosen.batch, chosen.steps), said(chosen, known), known)
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from plume.train.distribute import Ranks, join
+from plume.util.console import terminal
 from plume.util.devices import choose_precision, matmul_speed, memory_bytes
 
 SLOW = 2.0  # times the median: a rank beyond this is named
@@ -118,11 +119,10 @@ def diagnose(everyone: list[Health], dead: list[int], seconds: float | None) -> 
 
 
 def show_diagnosis(found: Diagnosis) -> None:
-    from rich.console import Console
     from rich.table import Column, Table
 
-    console = Console()
-    console.print(f"Python {found.python}, torch {found.torch}", highlight=False)
+    console = terminal()
+    console.print(f"Python {found.python}, torch {found.torch}")
     speed = " GFLOP/s"
     titles = ("rank", "host", "device", "memory", "threads", f"float32{speed}", f"bfloat16{speed}", "precision")
     rows = []
@@ -141,7 +141,6 @@ def show_diagnosis(found: Diagnosis) -> None:
         console.print(
             f"sum over {len(found.ranks)} ranks of {NUMBERS * 4 >> 20} MiB: {found.all_reduce_seconds * 1e3:.1f} ms, "
             f"{found.bytes_per_second / 1e9:.2f} GB/s per rank",
-            highlight=False,
         )
     for rank in found.dead:
         console.print(f"rank {rank} did not answer: check its log and its machine", style="red")

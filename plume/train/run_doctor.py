@@ -22,6 +22,7 @@ from plume.text import Tokenizer, load_tokenizer
 from plume.train.loop import NonFiniteError
 from plume.train.optim import rate
 from plume.train.pretrain import pretrain
+from plume.util.console import terminal
 from plume.util.run_folder import MODEL, RECIPE, is_run, read_metrics
 
 Cause = Literal[
@@ -258,14 +259,14 @@ def rate_faults(probes: dict[float, float], config: PretrainConfig) -> Iterator[
 
 
 def show_run(found: RunDiagnosis) -> None:
-    from rich.console import Console
+    from rich.text import Text
 
-    console = Console()
+    console = terminal()
     for fault in found.faults:
-        console.print(f"[bold red]{fault.cause}[/]: {fault.seen}", highlight=False)
-        console.print(f"  {fault.change}", highlight=False)
+        console.print(Text.assemble((fault.cause, "bold red"), f": {fault.seen}"))
+        console.print(f"  {fault.change}")
     if found.probes:
         shown = ", ".join(f"x{factor:.2g}: {loss:.3f}" for factor, loss in found.probes.items())
-        console.print(f"loss of short trainings by rate: {shown}", highlight=False)
+        console.print(f"loss of short trainings by rate: {shown}")
     if not found.faults:
         console.print("nothing is wrong with this run", style="green")

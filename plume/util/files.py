@@ -31,11 +31,12 @@ def room_on_disk(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise UserError(f"{path} cannot be written: {error.strerror}; choose another folder") from error
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        cut_short = error.errno is None and ("free space" in str(error) or "written" in str(error))  # numpy's own
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) and not cut_short:
             raise
         raise UserError(
-            f"the disk is full: {path.name} could not be written to {path.parent}. What was finished is kept: "
-            "free some space and run the same command again to continue"
+            f"the disk is full: {path.name} could not be written to {path.parent.resolve()}. What was finished is "
+            "kept: free some space and run the same command again to continue"
         ) from error
 
 

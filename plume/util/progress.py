@@ -58,7 +58,7 @@ class Progress:
             count = counted(table_column=Column(no_wrap=True))  # whole figures; the bar gives way
             status = TextColumn("{task.fields[status]}", markup=False)
             bar = [BarColumn()] if console.width >= 80 else []  # a narrow terminal has room for the figures alone
-            columns: list[ProgressColumn] = [TextColumn("{task.description}"), *bar, count, status]
+            columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False), *bar, count, status]
             columns += [TimeRemainingColumn()] if self.remaining else []
             self.bar = Bar(*columns, console=console, refresh_per_second=4)
             self.bar.start()

@@ -17,7 +17,7 @@ from typing import Any
 
 from plume.config import RECIPE as RECIPE
 from plume.config import UserError, at_home, did_you_mean, read_recipe
-from plume.util.console import tell
+from plume.util.console import show, tell
 from plume.util.files import encodable, new_figure, read_json, remove, save_figure, write_json, write_text
 
 METRICS = "metrics.jsonl"
@@ -302,7 +302,6 @@ def comparability(runs: Sequence[RunInfo]) -> list[str]:
 
 def show_runs(runs: Sequence[RunInfo]) -> None:
     """A table of runs on the console."""
-    from rich.console import Console
     from rich.table import Column, Table
 
     titles = ("run", "step", "loss", "validation", "bits per byte", "tokens", "minutes", "model")
@@ -318,14 +317,13 @@ def show_runs(runs: Sequence[RunInfo]) -> None:
             f"{run.seconds / 60:.1f}",
             "yes" if run.model else "no",
         )
-    Console().print(table)
+    show(table)
     for line in comparability(runs):
         tell(line)
 
 
 def show_comparison(runs: Sequence[RunInfo]) -> None:
     """What differs between runs, and what came of it."""
-    from rich.console import Console
     from rich.table import Column, Table
 
     values_fold = (Column(run.name, overflow="fold") for run in runs)
@@ -338,7 +336,7 @@ def show_comparison(runs: Sequence[RunInfo]) -> None:
     table.add_row("bits per byte", *(number(run.bits_per_byte) for run in runs))
     table.add_row("tokens", *(f"{run.tokens:,}" for run in runs))
     table.add_row("seconds", *(f"{run.seconds:.0f}" for run in runs))
-    Console().print(table)
+    show(table)
     for line in comparability(runs):
         tell(line)
 

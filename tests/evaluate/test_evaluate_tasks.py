@@ -320,6 +320,9 @@ def test_own_blanks_and_targets(masked_folder, trained_folder, tmp_path):
     assert run(masked_folder, str(blanks))["blank"].first.headline == "exact_match"
     ends = write_rows(tmp_path / "ends.jsonl", [{"context": "The cat ate", "target": "milk."}])
     assert run(trained_folder, str(ends))["ends"].first.metrics["acc"].value in (0.0, 1.0)
+    nothing = write_rows(tmp_path / "nothing.jsonl", [{"context": "The cat ate", "target": " "}])
+    with pytest.raises(UserError, match="line 1: the field 'target' is empty"):
+        run(trained_folder, str(nothing))
     odd = write_rows(tmp_path / "odd.jsonl", [{"a": 1}])
     with pytest.raises(UserError, match="line 1: a row should have context, choices and answer"):
         run(trained_folder, str(odd))
