@@ -42,6 +42,7 @@ from plume.train.pretrain import open_run
 from plume.util.console import plural, tell
 from plume.util.devices import Precision, pick_device
 from plume.util.files import aside, read_json, write_json, write_text
+from plume.util.run_folder import read_metrics
 
 FEW = 5000  # training rows below which results depend on the seed so much that one run says little
 SEEDS = 3
@@ -215,10 +216,17 @@ def run_seed(plan: FinetunePlan, seed: int, folder: Path, ranks: Ranks, precisio
     fit_head(plan, model.eval())
     rows, examples = plan.validation, plan.data.validation
     plan.kind.settings = plan.kind.tuned(examples, lambda: predict(plan.kind, model, rows, examples), plan.metric)
-    result = seed_result(plan, model, seed, outcome, history)
+    result = seed_result(plan, model, seed, outcome, [*earlier(plan, folder, history), *history])
     if ranks.main:
         save_run(plan, model, result, folder)
     return result
+
+
+def earlier(plan: FinetunePlan, folder: Path, history: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """The metric at the validations before the run was resumed."""
+    known = {point["step"] for point in history} if plan.config.resume and plan.kind.selects_by_metric else None
+    rows = [] if known is None else [row for row in read_metrics(folder) if "score" in row and row["step"] not in known]
+    return [{"step": float(r["step"]), plan.metric: metrics.as_loss(plan.metric, r["score"])} for r in rows]
 
 
 def with_best_rate(plan: FinetunePlan, count: int, ranks: Ranks, precision: Precision) -> FinetunePlan:

@@ -25,6 +25,7 @@ from plume.text import load_tokenizer, train_tokenizer
 from plume.train.finetune import finetune, seeds_of
 from plume.train.finetune_plan import learning_rate, make_plan
 from plume.train.finetune_report import plot_confusion
+from plume.train.loop import Trainer
 from plume.util import files
 
 QUICK = {
@@ -168,6 +169,24 @@ def test_resuming_keeps_finished_seeds_and_gives_the_same(place):
     assert [s.score for s in again.seeds] == [s.score for s in whole.seeds]
     with pytest.raises(UserError, match="already contains a run"):
         finetune(config)
+
+
+def test_the_history_of_a_seed_that_was_interrupted_is_whole(place, monkeypatch):
+    config = config_for(place, "gpt2", "at-once", reviews(place), epochs=2.0, seeds=1, validate_every=2)
+    whole = finetune(config).seeds[0].history
+    halves, validate = replace(config, folder=place / "halves"), Trainer.validate
+
+    def stops(trainer):
+        trainer.stop = True
+        return validate(trainer)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "validate", stops)
+        with pytest.raises(KeyboardInterrupt):
+            finetune(halves)
+    again = finetune(replace(halves, resume=True))
+    found = [(point["step"], point[again.metric]) for point in again.seeds[0].history]
+    assert len(found) > 2 and found == [(point["step"], point[again.metric]) for point in whole]
 
 
 def test_seeds_on_a_cluster_are_those_trained_here(place, monkeypatch):
