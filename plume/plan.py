@@ -408,7 +408,8 @@ def rank_table(found: RankPlan, config: PlanConfig) -> RenderableType:
     rows.add_row("tokens per step", f"{found.tokens_per_step:,}")
     rows.add_row("computes, per step", human_time(found.compute_seconds))
     rows.add_row("sends, per step", human_time(found.send_seconds))
-    rows.add_row(f"{config.tokens:,} tokens", f"{human_time(found.run_seconds)}, ${found.run_dollars:,.0f}")
+    cost = f", ${found.run_dollars:,.0f}" if found.run_dollars else ""  # none where no price is known
+    rows.add_row(f"{config.tokens:,} tokens", human_time(found.run_seconds) + cost)
     return rows
 
 
@@ -465,7 +466,7 @@ def table(plan: Plan, config: PlanConfig) -> RenderableType:
     clock = Table("on", "time", "cost", "memory", title=f"Training on {plan.tokens:,} tokens")
     clock.columns[1].justify = clock.columns[2].justify = "right"
     for name, seconds in plan.seconds.items():
-        cost = f"${plan.dollars[name]:,.2f}" if name in plan.dollars else ""
+        cost = f"${plan.dollars[name]:,.2f}" if plan.dollars.get(name) else ""
         rate = f" ({plan.measured_flops_per_second / 1e9:.0f} GFLOP/s measured)" if name == "this machine" else ""
         memory = "" if plan.fits[name] else "does not fit"
         clock.add_row(name + rate, human_time(seconds), cost, memory)

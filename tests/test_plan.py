@@ -206,6 +206,12 @@ def test_what_does_not_fit_is_marked_for_every_device(capsys):
     assert "does not fit" in capsys.readouterr().out
 
 
+def test_hardware_without_a_price_has_no_cost(capsys):
+    assert main(["plan", "gpt2", "--ranks", "2", "--hardware", "mine", "--tflops", "90", "--memory-gb", "24"]) == 0
+    printed = capsys.readouterr().out
+    assert "mine" in printed and "$0" not in printed
+
+
 def test_hardware_of_ones_own():
     settings = {"hardware": "mine", "tflops": 100.0, "memory_gb": 10.0, "dollars_per_hour": 2.0}
     found, _, config = planned(ranks=2, strategy="ddp", **settings)
