@@ -136,6 +136,16 @@ def test_company_and_chunks_change_no_bit(random_model, precision):
     engine.close()
 
 
+def test_a_band_far_from_the_start_changes_no_bit(random_model):
+    """Sums over keys begin at the same key for a row alone and among its neighbours, some of which see earlier keys."""
+    model = random_model(band=70, context=160)
+    text = some_tokens(model, 150)
+    engine = CpuEngine(pack(model, "float32"), slots=2, threads=1)
+    whole = engine.step([Feed(0, text, len(text))]).copy()
+    assert all((engine.step([Feed(1, [token])])[0] == row).all() for token, row in zip(text, whole, strict=True))
+    engine.close()
+
+
 def test_a_batch_on_torch_is_its_members(random_model):
     model = random_model()
     texts = [some_tokens(model, n, seed=n) for n in (40, 3, 17)]

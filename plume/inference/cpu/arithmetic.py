@@ -98,7 +98,7 @@ def activate(x: Any, kind: int) -> None:
     if kind == GELU_TANH:
         for i in range(x.size):
             u = TANH_A * (x[i] + TANH_B * x[i] * x[i] * x[i])
-            x[i] = x[i] - x[i] / (exp(u) + ONE)  # x (1 + tanh(u / 2)) / 2
+            x[i] /= ONE + exp(-u)  # x (1 + tanh(u / 2)) / 2
     elif kind == GELU:
         for i in range(x.size):
             x[i] = HALF * x[i] * (ONE + erf(x[i] * ROOT_HALF))
@@ -116,14 +116,13 @@ def normalise(source: int, out: int, width: int, norm: int) -> None:
             y[i] = x[i]
         return
     weights = carray(lanes.floats_at(norm), (2 * width + 1,))
-    total = np.float32(0)
+    total = spread = np.float64(0)
     for i in range(width):
-        total += x[i]
-    mean = total / np.float32(width)
-    spread = np.float32(0)
+        total += np.float64(x[i])
+    mean = np.float32(total / width)
     for i in range(width):
-        spread += (x[i] - mean) * (x[i] - mean)
-    scale = ONE / np.sqrt(spread / np.float32(width) + weights[2 * width])
+        spread += np.float64((x[i] - mean) * (x[i] - mean))
+    scale = np.float32(1 / np.sqrt(spread / width + weights[2 * width]))
     for i in range(width):
         y[i] = (x[i] - mean) * scale * weights[i] + weights[width + i]
 

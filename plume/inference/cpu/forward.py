@@ -113,13 +113,13 @@ def soften(scores: int, before: int, count: int, after: int, scale: Any) -> Any:
     clear(scores, before)
     clear(scores + (before + count) * 4, after)
     x = carray(lanes.floats_at(scores + before * 4), (count,))
-    largest, total = np.float32(-3e38), np.float32(0)
+    largest, total = np.float32(-3e38), np.float64(0)
     for i in range(count):
         largest = lanes.larger(largest, x[i])
     for i in range(count):
         x[i] = arithmetic.exp((x[i] - largest) * scale)
-        total += x[i]
-    return total
+        total += np.float64(x[i])
+    return np.float32(total)
 
 
 @compiled
@@ -132,31 +132,31 @@ def multiply_by(numbers: int, scales: int, count: int) -> None:
 @entry
 def mix(
     item: int, queries: int, at: int, block_stride: int, blocks: int, values: int, stride: int, out: int,
-    out_stride: int, depth: int,
+    out_stride: int, depth: int, summed: int,
 ) -> None:  # fmt: skip
-    """So many queries times blocks of 16 keys, or their weights times blocks of 16 columns of the values."""
+    """So many queries times blocks of 16 keys, or weights times blocks of 16 columns of values, `summed` in one go."""
     b = 0
     while b < blocks:
         a, o, taken = at + b * block_stride, out + b * LANES * 4, 1
         if queries == 1 and b + 4 <= blocks:
-            mix_1x4(item, a, block_stride, values, stride, 0, o, out_stride, depth)
+            mix_1x4(item, a, block_stride, values, stride, summed, o, out_stride, depth)
             taken = 4
         elif queries == 1:
-            mix_1(item, a, 0, values, stride, 0, o, out_stride, depth)
+            mix_1(item, a, 0, values, stride, summed, o, out_stride, depth)
         elif queries == MANY and b + BESIDE <= blocks:
-            mix_many_beside(item, a, block_stride, values, stride, 0, o, out_stride, depth)
+            mix_many_beside(item, a, block_stride, values, stride, summed, o, out_stride, depth)
             taken = BESIDE
         elif queries == MANY:
-            mix_many(item, a, 0, values, stride, 0, o, out_stride, depth)
+            mix_many(item, a, 0, values, stride, summed, o, out_stride, depth)
         elif b + 2 <= blocks:
-            mix_few_2(item, a, block_stride, values, stride, 0, o, out_stride, depth)
+            mix_few_2(item, a, block_stride, values, stride, summed, o, out_stride, depth)
             taken = 2
         else:
-            mix_few(item, a, 0, values, stride, 0, o, out_stride, depth)
+            mix_few(item, a, 0, values, stride, summed, o, out_stride, depth)
         b += taken
 
 
-mix_all = linked(mix, 10)
+mix_all = linked(mix, 11)
 
 
 @compiled
@@ -165,31 +165,31 @@ def attend(
     memory: int,
 ) -> None:  # fmt: skip
     """Attention of one head for 1, FEW or MANY neighbouring rows of one sequence, the first at this position, to the
-    keys before `until`; where attention is causal, each row sees none behind its own."""
-    size, capacity, item = shape.head_width, shape.capacity, shape.cache_item
+    keys before `until`; where it is causal, each row sees none behind its own."""
+    size, capacity, item, stride = shape.head_width, shape.capacity, shape.cache_item, shape.scores_stride
     blocks = (size + LANES - 1) // LANES
     band = shape.band if layer % 2 else 0
-    low_block = max(0, position - band + 1) // LANES if band else 0
+    low_block = max(0, position - band + 1) // tiles.SUMMED * (tiles.SUMMED // LANES) if band else 0
     first, key_blocks = low_block * LANES, (until + LANES - 1) // LANES - low_block
     query = shape.qkv + m * shape.qkv_stride + head * size * 4
-    scores, out = memory, memory + MANY * shape.scores_stride
+    scores, out, out_stride = memory, memory + MANY * stride, blocks * LANES * 4
     at, block = keys + low_block * size * LANES * item, size * LANES * item
-    mix_all(item, queries, at, block, key_blocks, query, shape.qkv_stride, scores, shape.scores_stride, size)
+    mix_all(item, queries, at, block, key_blocks, query, shape.qkv_stride, scores, stride, size, LANES)
     scale = arithmetic.ONE / np.sqrt(np.float32(size))
     totals = carray(lanes.floats_at(out + MANY * blocks * LANES * 4), (MANY,))
     for q in range(queries):
         low = max(0, position + q - band + 1) if band else 0
         high = position + q + 1 if shape.causal else until
-        row = scores + q * shape.scores_stride
+        row = scores + q * stride
         if item == 1:
             multiply_by(row + (low - first) * 4, keys + shape.key_bytes + (low - capacity) * 4, high - low)
         totals[q] = soften(row, low - first, high - low, until - high, scale)
         if item == 1:
             multiply_by(row + (low - first) * 4, values + shape.value_bytes + (low - capacity) * 4, high - low)
     at, block = values + first * LANES * item, capacity * LANES * item
-    mix_all(item, queries, at, block, blocks, scores, shape.scores_stride, out, blocks * LANES * 4, until - first)
+    mix_all(item, queries, at, block, blocks, scores, stride, out, out_stride, until - first, tiles.SUMMED)
     for q in range(queries):
-        source = carray(lanes.floats_at(out + q * blocks * LANES * 4), (size,))
+        source = carray(lanes.floats_at(out + q * out_stride), (size,))
         target = carray(lanes.floats_at(shape.mixed + (m + q) * shape.width_stride + head * size * 4), (size,))
         share = arithmetic.ONE / totals[q]
         for d in range(size):

@@ -26,7 +26,7 @@ HALVED = () if lanes.WIDE else (6,)
 WHOLE, HALVES = range(PANEL // LANES), [range(v, v + 1) for v in range(PANEL // LANES)]  # vectors of a panel
 STEP = 4  # columns, or quads of bytes, for which the lines of the next panel are fetched together
 FETCHERS = 96  # rows whose full tiles fetch the next panel: a line of 64 bytes with each step
-SUMMED = 128  # float products that are added up before their sum is added to the others
+SUMMED = 64  # float products that are added up before their sum is added to the others
 
 # writes a tile's code: the builder, and the tile's eight arguments; three more are where the panel after this one is to
 # be fetched from, how many bytes of it with each step, and half of that
@@ -96,10 +96,10 @@ def _fetch_following(builder: Any, following: list[Any], step: Any) -> None:
 
 
 def cache_tile(tokens: int, panels: int, item: int) -> Emit:
-    """Keys or values, numbers of 4, 2 or 1 bytes: out[t, p, :] = start + sum over k of values[t, k] * weights[p, k, :],
-    panels one vector wide.
+    """Keys or values, numbers of 4, 2 or 1 bytes: out[t, p, :] = sum over k of values[t, k] * weights[p, k, :], panels
+    one vector wide. In place of a start it is given how many products are added up before their sum is.
 
-    Addresses and strides are in bytes; a start of 0 begins at zero.
+    Addresses and strides are in bytes.
     """
 
     def read(builder: Any, row: Any) -> list[Any]:
@@ -163,32 +163,33 @@ def _sum_of_products(
                     sums[place] = multiply_add(builder, value, w[i], sums[place])
             return sums
 
-        first = _starts(builder, start, panels * vectors, part.start)
+        sums = _in_blocks(
+            builder, depth, whole(SUMMED) if header else start, tokens * panels * vectors, body, following
+        )
         if header:
-            sums = _in_blocks(builder, depth, tokens * panels * vectors, body, following)
+            first = _starts(builder, start, panels * vectors, part.start)
             scales = [load(builder, at, v * LANES * 4, FLOATS, align=32) for at in panel_at for v in part]
             sums = [
                 multiply_add(builder, total, scales[i % len(scales)], first[i % len(first)])
                 for i, total in enumerate(sums)
             ]
-        else:
-            sums = times(builder, depth, first * tokens, lambda k, sums: body(k, sums, whole(0)))
         _store(builder, sums, out, out_stride, panels * vectors, part.start)
 
     return emit
 
 
 def _in_blocks(
-    builder: Any, depth: Any, count: int, body: Callable[[Any, list[Any], Any], list[Any]], following: list[Any]
-) -> list[Any]:
-    """So many sums over all columns, added up block by block: a long sum in one go would lose more digits."""
+    builder: Any, depth: Any, size: Any, count: int, body: Callable[[Any, list[Any], Any], list[Any]],
+    following: list[Any],
+) -> list[Any]:  # fmt: skip
+    """So many sums over all columns, added up in blocks of this size: a long sum in one go would lose more digits."""
     zeros = [ir.Constant(FLOATS, [0.0] * LANES)] * count
 
     def block(b: Any, totals: list[Any]) -> list[Any]:
-        before = builder.mul(b, whole(SUMMED))
+        before = builder.mul(b, size)
         left = builder.sub(depth, before)
-        few = builder.icmp_signed("<", left, whole(SUMMED))
-        columns = builder.select(few, left, whole(SUMMED))
+        few = builder.icmp_signed("<", left, size)
+        columns = builder.select(few, left, size)
 
         def step(s: Any, sums: list[Any]) -> list[Any]:
             first = builder.add(builder.mul(s, whole(STEP)), before)
@@ -205,7 +206,7 @@ def _in_blocks(
         sums = times(builder, rest, sums, lambda k, given: body(k, given, first), maybe_none=bool(following))
         return [builder.fadd(total, part) for total, part in zip(totals, sums, strict=True)]
 
-    blocks = builder.sdiv(builder.add(depth, whole(SUMMED - 1)), whole(SUMMED))
+    blocks = builder.sdiv(builder.add(depth, builder.sub(size, whole(1))), size)
     return times(builder, blocks, zeros, block)
 
 
