@@ -368,6 +368,8 @@ def find_task(name: str, fields: dict[str, str] | None = None) -> EvalTask:
     path = at_home(name)
     if path.is_file():
         return own_task(path, fields or {})
+    if elsewhere and at_home(elsewhere).is_file():
+        raise UserError(f"{known!r} is no task here, and NAME=FILE has the rows of one; rows of your own: {elsewhere}")
     hint = did_you_mean(known, TASKS)
     raise UserError(f"there is no task and no file {name!r}{hint or '; all tasks: ' + ', '.join(TASKS)}")
 

@@ -305,7 +305,7 @@ def saved_page(lm: LM, name: str) -> str:
     if reason is None and lm.tokenizer.kind not in PAGE_TOKENIZERS:
         reason = f"its tokenizer is {lm.tokenizer.kind}, and a page runs {', '.join(PAGE_TOKENIZERS)}"
     if reason is not None:
-        raise UserError(f"{name} cannot be saved as a page: {reason}; `plume explore {name}` serves it")
+        raise UserError(f"{name} cannot be saved as a page: {reason}; without --save it is served")
     known = {path: file.content.decode() for path, file in static_files().items()}
     packed = pack(finite(lm.model).cpu(), "int8")
     modules = {path: text for path, text in known.items() if path.endswith(".js") and path not in ("api.js", "docs.js")}

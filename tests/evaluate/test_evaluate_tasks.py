@@ -110,6 +110,13 @@ def test_a_masked_model_is_refused_where_text_is_written(masked_folder, trained_
         run(trained_folder, "lambada-fill", data=made)
 
 
+def test_a_name_before_rows_of_ones_own_is_refused(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "one"}\n')
+    with pytest.raises(UserError, match=f"'mine' is no task here, .* rows of your own: {re.escape(str(rows))}"):
+        find_task(f"mine={rows}")
+
+
 def test_unknown_tasks_are_named_together(trained_folder):
     with pytest.raises(
         UserError, match=r"(?s)no file 'lamda'; did you mean 'lambada'.*no file 'wikitxt-2'; did you mean"
