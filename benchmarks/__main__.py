@@ -35,6 +35,7 @@ JOBS = {  # name -> (words behind `python -m benchmarks.`, options at which it o
     "train.gpt2": ("train gpt2", "--preset gpt2-laptop --turns 1 --steps 2"),
     "recipe": ("recipe", "--seconds 1 --points 1 --seeds 1"),
     **{f"budgets.{name}": (f"budgets {name}", "--minutes 0.05 --limit 67") for name in SIZED},
+    "sweep": ("size_law sweep", "--minutes 0.05 --around 0"),
     "budgets.compress": ("budgets compress", "--minutes 0.05 --megabytes 0.1"),
     "checkpoint": ("checkpoint", "--megabytes 4 --rounds 1"),
     "finetune": ("finetune", "--preset bert-tiny --steps 4 --rounds 1 --rows 200"),

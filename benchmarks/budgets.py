@@ -62,10 +62,11 @@ def measured(recipe: str, run: Path, limit: int | None) -> list[Row]:
     found = evaluate(EvaluateConfig(model=str(run), tasks=(f"{task}={file}",), limit=limit, plots=False))
     result = found[task].first
     groups = ", ".join(f"{name} {100 * part:.1f}" for name, (part, _) in result.groups.items())
-    rows = list(read_metrics(run))
-    bits = [row["validation_bits_per_byte"] for row in rows if "validation_bits_per_byte" in row]
-    last = [row for row in rows if "seconds" in row][-1]
-    model: dict[str, Any] = read_recipe_of(run)["model"]
+    last = [row for row in read_metrics(run) if "seconds" in row][-1]
+    settings = read_recipe_of(run)
+    data = Path(settings.get("prepared") or settings["data"]["folder"])
+    bits = held_out_bits(run / "model", data, compressor=False)
+    model: dict[str, Any] = settings["model"]
     size = f"{model['layers']}x{model['width']}, {last['tokens'] / 1e6:.1f} million tokens"
     return [
         Row(
@@ -80,9 +81,9 @@ def measured(recipe: str, run: Path, limit: int | None) -> list[Row]:
         Row(
             key=f"{recipe}.bits",
             what=f"`plume pretrain {recipe}`: bits per byte of held-out text",
-            figure=min(bits),
+            figure=bits["this model"],
             unit="",
-            detail=f"{size} in {last['seconds'] / 60:.0f} minutes",
+            detail=f"{size} in {last['seconds'] / 60:.0f} minutes; bigram {bits['bigram']:.2f}",
         ),
     ]
 

@@ -1,8 +1,12 @@
-"""How held-out bits per byte fall with the size of a GPT and the tokens it reads: python -m benchmarks.size_law run.
+"""How held-out bits per byte fall with the size of a GPT and the tokens it reads.
+
+    python -m benchmarks.size_law run | fit
+    python -m benchmarks.size_law sweep --text english [--minutes 2] [--around 1] [--workers 2]
 
 Each point is a whole run of the recipe of sized runs (its schedule ends with its tokens) on one thread, so it does not
 depend on the machine's speed. `fit` fits the law in plume/train/size_law.py to the points kept in size_law.json beside
-this file; `run` adds the points that are missing. docs/experiments.md says what came of it.
+this file; `run` adds the points that are missing. docs/experiments.md says what came of it. `sweep` holds the size that
+`plume pretrain auto` takes against its neighbours, each trained for the same time.
 """
 
 from __future__ import annotations
@@ -18,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.optimize import least_squares
 
 from benchmarks.bundled import english_files
-from benchmarks.results import ROOT, real, skip
-from plume.config import PRESETS, DataConfig, PretrainConfig, TokenizerConfig, TrainConfig
+from benchmarks.results import ROOT, Row, real, report, skip
+from plume.config import PRESETS, DataConfig, PretrainConfig, TokenizerConfig, TrainConfig, build, read_recipe
 from plume.data import prepare
 from plume.train import budget
 from plume.train.held_out import held_out_bits
@@ -66,20 +71,19 @@ def wanted() -> list[Point]:
 
 
 def data_of(point: Point, place: Path) -> DataConfig:
-    data = DataConfig(
-        paths=("python:stdlib",),
-        folder=place / f"{point.text}-{point.vocab_size}",
-        tokenizer=TokenizerConfig(kind="byte-bpe", vocab_size=point.vocab_size),
-        validation_fraction=0.02,
-    )
-    if point.text == "python":
-        return data
-    text = real("data", point.text)
+    tokenizer = TokenizerConfig(kind="byte-bpe", vocab_size=point.vocab_size)
+    return replace(texts(point.text, place), folder=place / f"{point.text}-{point.vocab_size}", tokenizer=tokenizer)
+
+
+def texts(name: str, place: Path) -> DataConfig:
+    if name == "python":
+        return DataConfig(paths=("python:stdlib",), validation_fraction=0.02)
+    text = real("data", name)
     if text is None:
-        skip(f"needs ../shared/data/{point.text}")
-    data = replace(data, documents="line", validation_fraction=0.003)
-    if point.text == "chinese":
-        return replace(data, paths=(str(text),), text_field="modern")
+        skip(f"needs ../shared/data/{name}")
+    data = DataConfig(paths=(str(text),), documents="line", validation_fraction=0.003)
+    if name == "chinese":
+        return replace(data, text_field="modern")
     files, weights = english_files(text, place)
     return replace(data, paths=tuple(map(str, files)), weights=tuple(weights))
 
@@ -144,16 +148,78 @@ def fit(rows: list[dict[str, Any]]) -> tuple[Law, dict[str, float], float]:
     return Law(*map(float, found.x[:5])), others, float(np.abs(found.fun).max())
 
 
+# ---- the size that is chosen, and its neighbours ---------------------------------------------------------------------
+
+
+def auto(text: str, minutes: float, place: Path) -> PretrainConfig:
+    """As `plume pretrain auto --minutes M` begins, on this text."""
+    table = read_recipe(ROOT / "recipes" / "auto.toml")
+    config = build(PretrainConfig, {**table, "minutes": minutes, "folder": str(place / "auto")})
+    return replace(config, data=replace(texts(text, place), tokenizer=config.data.tokenizer))
+
+
+def shape_run(text: str, minutes: float, place: Path, layers: int, width: int) -> dict[str, Any]:
+    config = auto(text, minutes, place)
+    own = place / f"{text}-{minutes:g}-{layers}x{width}"
+    config = replace(config, folder=own / "run", data=replace(config.data, folder=own / "data"), overwrite=True)
+    chosen = budget.sized(config, ((layers, width),))
+    print(chosen.said, flush=True)
+    result = pretrain(chosen.config)
+    bits = held_out_bits(result.model, config.data.folder, compressor=False)
+    return {"bits": bits["this model"], "tokens": result.outcome.tokens, "seconds": result.outcome.seconds}
+
+
+def sweep(text: str, minutes: float, around: int, workers: int, place: Path) -> None:
+    if workers > 1:
+        torch.set_num_threads(1)  # as each of the runs has, so that the size is chosen for what they can read
+    model = budget.sized(auto(text, minutes, place)).config.model
+    middle = budget.SHAPES.index((model.layers, model.width))
+    near = budget.SHAPES[max(0, middle - around) : middle + around + 1]
+    environment = {**os.environ, **({"OMP_NUM_THREADS": "1"} if workers > 1 else {})}
+
+    def start(shape: tuple[int, int]) -> dict[str, Any]:
+        words = [sys.executable, "-m", "benchmarks.size_law", "shape", "--text", text, "--minutes", f"{minutes:g}"]
+        name = f"{text}-{minutes:g}-{shape[0]}x{shape[1]}"
+        options = ["--place", str(place), "--shape", *map(str, shape)]
+        with (place / f"{name}.log").open("w") as log:
+            subprocess.run([*words, *options], cwd=ROOT, env=environment, check=True, stdout=log, stderr=log)
+        return json.loads((place / f"{name}.json").read_text())
+
+    with ThreadPoolExecutor(workers) as pool:
+        found = dict(zip(near, pool.map(start, near), strict=True))
+    best = min(row["bits"] for row in found.values())
+    each = (f"{a}x{b} {row['bits']:.3f} ({row['tokens'] / 1e6:.1f} million tokens)" for (a, b), row in found.items())
+    report(
+        Row(
+            key=f"{text}.{minutes:g}",
+            what=f"{text}, {minutes:g} minutes: bits per byte of the size that `auto` takes, of the best around it",
+            figure=found[budget.SHAPES[middle]]["bits"] / best,
+            digits=3,
+            at_most=1.02 if minutes >= 2 else None,
+            detail=f"{model.layers}x{model.width} taken; {', '.join(each)}; {workers} at a time",
+        )
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "fit", "one"))
+    parser.add_argument("what", choices=("run", "fit", "one", "sweep", "shape"))
     parser.add_argument("--place", type=Path, default=ROOT / "runs" / "size_law")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--at-most", type=float, default=20.0, help="weights x tokens of a point, in 1e12")
     parser.add_argument("--point", help="one: the point as JSON")
+    parser.add_argument("--text", choices=TEXTS, default="python")
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--around", type=int, default=1, help="sweep: sizes on each side of the one that is taken")
+    parser.add_argument("--shape", type=int, nargs=2, help="shape: layers and width")
     args = parser.parse_args()
     args.place.mkdir(parents=True, exist_ok=True)
-    if args.what == "one":
+    if args.what == "sweep":
+        sweep(args.text, args.minutes, args.around, args.workers, args.place)
+    elif args.what == "shape":
+        name = f"{args.text}-{args.minutes:g}-{args.shape[0]}x{args.shape[1]}.json"
+        (args.place / name).write_text(json.dumps(shape_run(args.text, args.minutes, args.place, *args.shape)))
+    elif args.what == "one":
         point = Point(**json.loads(args.point))
         (args.place / f"{point.name}.json").write_text(json.dumps(train(point, args.place)))
     elif args.what == "run":

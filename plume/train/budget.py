@@ -6,6 +6,7 @@ import math
 import os
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -70,8 +71,8 @@ class Sized(NamedTuple):
     ratio: float | None  # expected bits per byte over those of a bigram model, if it is known
 
 
-def sized(config: PretrainConfig) -> Sized:
-    """The config for its `minutes`. A run that is resumed stays as it began."""
+def sized(config: PretrainConfig, shapes: Sequence[tuple[int, int]] = SHAPES) -> Sized:
+    """The config for its `minutes`, with the best of these shapes. A run that is resumed stays as it began."""
     assert config.minutes is not None
     if config.resume and is_run(config.folder):
         began = build(PretrainConfig, {**read_recipe_of(config.folder), "folder": str(config.folder)})
@@ -82,7 +83,7 @@ def sized(config: PretrainConfig) -> Sized:
     letters = 0 if config.prepared is not None else wide_letters(config.data)
     unique = size / BYTES_PER_TOKEN if config.prepared is None else prepared_tokens(config.prepared)
     best: Affordable | None = None
-    for layers, width in SHAPES:
+    for layers, width in shapes:
         model = shaped(config, layers, width, size // rules(config.model).bytes_per_row, 256 + 2 * letters)
         choice = read_in(config, model, unique)
         if best is not None and (choice.late or choice.ratio >= best.ratio):  # from the best size on it only rises
