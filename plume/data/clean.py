@@ -40,7 +40,7 @@ class Cleaner:
     """Gives the reason to leave a document out, the cheapest test first."""
 
     def __init__(self, config: CleanConfig, held_out: HeldOut | None = None) -> None:
-        self.config, self.held_out = config, held_out
+        self.config, self.held_out = config, held_out or {}
         if config.languages:
             check_languages(config.languages)
         self.domains = tuple(d.lower().removeprefix("www.") for d in config.drop_domains)
@@ -59,7 +59,7 @@ class Cleaner:
             return f"language {language}"
         if c.quality and (fault := quality_problem(text)) is not None:
             return f"quality: {fault}"
-        if self.held_out and contains_held_out(text, self.held_out, c.decontaminate_ngram):
+        if any(contains_held_out(side, self.held_out, c.decontaminate_ngram) for side in document.sides):
             return f"shares {c.decontaminate_ngram} words with an evaluation text"
         return None
 
@@ -142,17 +142,26 @@ def held_out_index(config: DataConfig) -> HeldOut:
     return {size: np.unique(np.concatenate(runs)) for size, runs in found.items()}
 
 
-def signature(text: str) -> npt.NDArray[np.uint32]:
-    """The smallest value of each hash function over the text's runs of words, (P,).
+def signature(*sides: str) -> npt.NDArray[np.uint32]:
+    """Of a text, or of both sides of a pair, (P,).
 
-    Two signatures agree in about the share of runs that the texts have in common.
+    Two signatures agree in about the share of runs of words that the texts have in common; those of pairs in about the
+    product of the shares of both sides.
     """
+    found = smallest_hashes(sides[0])
+    for side in sides[1:]:
+        found = mixed(found + smallest_hashes(side))
+    return (found >> np.uint64(32)).astype(np.uint32)
+
+
+def smallest_hashes(text: str) -> Keys:
+    """The smallest value of each hash function over the text's runs of words, (P,)."""
     runs = run_hashes(text, RUN)
     smallest = np.full(FUNCTIONS, np.iinfo(np.uint64).max, np.uint64)
     for start in range(0, len(runs), 4096):
         block = runs[start : start + 4096]
         np.minimum(smallest, (FACTORS[:, None] * block + OFFSETS[:, None]).min(axis=1), out=smallest)  # (P, R)
-    return (smallest >> np.uint64(32)).astype(np.uint32)
+    return smallest
 
 
 def sorted_keys(hashes: list[int], signatures: list[npt.NDArray[np.uint32]]) -> tuple[Keys, npt.NDArray[np.uint32]]:

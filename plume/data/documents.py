@@ -57,6 +57,10 @@ class Document:
     continues: bool = False  # the next part of the document before it, which was too long for one block
     size: int = 0  # bytes of UTF-8 input that it takes
 
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return (self.text,) if self.target is None else (self.text, self.target)
+
 
 def read_documents(config: DataConfig, tally: Tally | None = None) -> Iterator[Document]:
     """Every document of every source in order; what cannot be read is counted in the tally."""

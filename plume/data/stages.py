@@ -38,13 +38,13 @@ class Survey:
 
     def __call__(self, task: Task) -> Result:
         piece, tally = WorkUnit.from_dict(task["piece"]), Tally()
-        hashes, signatures = list[int](), list[npt.NDArray[np.uint32]]()
+        keys, signatures = list[int](), list[npt.NDArray[np.uint32]]()
         for document in self.kept(piece, tally, Counter()):
-            hashes.append(text_hash(document.text))
+            keys.append(text_hash(*document.sides))
             if self.near:
-                signatures.append(signature(document.text))
-        self.write_keys(f"{piece.number:05}", hashes, signatures)
-        return self.finish(piece, {"entries": len(hashes), "dropped": tally.to_dict()})
+                signatures.append(signature(*document.sides))
+        self.write_keys(f"{piece.number:05}", keys, signatures)
+        return self.finish(piece, {"entries": len(keys), "dropped": tally.to_dict()})
 
     def kept(self, piece: WorkUnit, tally: Tally, counts: Counter[str]) -> Iterator[Document]:
         for document in read_piece(piece, self.config, tally):
@@ -55,13 +55,11 @@ class Survey:
             else:
                 yield document
 
-    def write_keys(self, name: str, hashes: list[int], signatures: list[npt.NDArray[np.uint32]]) -> None:
-        columns: Columns = {"hashes": (hashes, "<u8")}
-        if self.near:
-            columns["signatures"] = (signatures, "<u4")
+    def write_keys(self, name: str, keys: list[int], signatures: list[npt.NDArray[np.uint32]]) -> None:
+        columns: Columns = {"signatures": (signatures, "<u4")} if self.near else {}
         if self.config.clean.duplicates != "keep":
-            keys, order = sorted_keys(hashes, signatures)
-            columns |= {"keys": (keys, "<u8"), "order": (order, "<u4")}
+            ordered, order = sorted_keys(keys, signatures)
+            columns |= {"keys": (ordered, "<u8"), "order": (order, "<u4")}
         self.write_columns(name, columns)
 
     def write_columns(self, name: str, columns: Columns) -> None:
@@ -111,7 +109,7 @@ class ShardMaker(Survey):
         piece, tally = WorkUnit.from_dict(task["piece"]), Tally()
         name = f"{piece.number:05}"
         counts: Counter[str] = Counter()
-        hashes, sizes, continues = list[int](), list[int](), list[bool]()
+        hashes, keys, sizes, continues = list[int](), list[int](), list[int](), list[bool]()
         signatures = list[npt.NDArray[np.uint32]]()
         with ShardWriter(self.work, name, self.dtype) as writer:
             for group in grouped(self.kept(piece, tally, counts), BATCH_CHARACTERS, lambda one: len(one.text)):
@@ -121,13 +119,14 @@ class ShardMaker(Survey):
                         continue
                     for ids in sides:
                         writer.write(ids)
-                    hashes.append(text_hash(document.text))
+                    hashes.append(text_hash(document.text))  # pairs of one source are held out together
+                    keys.append(text_hash(*document.sides))
                     sizes.append(document.size)
                     continues.append(document.continues)
                     if self.near:
-                        signatures.append(signature(document.text))
-        self.write_keys(name, hashes, signatures)
-        self.write_columns(name, {"sizes": (sizes, "<i8"), "continues": (continues, "|b1")})
+                        signatures.append(signature(*document.sides))
+        self.write_keys(name, keys, signatures)
+        self.write_columns(name, {"hashes": (hashes, "<u8"), "sizes": (sizes, "<i8"), "continues": (continues, "|b1")})
         result = {
             "entries": len(hashes),
             "continued": sum(continues),
@@ -157,7 +156,7 @@ def read_held_out(work: Path) -> HeldOut:
     return {int(file.stem): np.load(file, mmap_mode="r") for file in sorted((work / HELD_OUT).iterdir())}
 
 
-def text_hash(text: str) -> int:
-    """64 bits of what a text says: the same for texts that differ in white space and case alone."""
-    plain = " ".join(text.casefold().split())
+def text_hash(*sides: str) -> int:
+    """64 bits of what a text, or a pair, says: the same for those that differ in white space and case alone."""
+    plain = "\0".join(" ".join(side.casefold().split()) for side in sides)
     return int.from_bytes(hashlib.blake2b(plain.encode(), digest_size=8).digest(), "little")
