@@ -77,11 +77,11 @@ def data_of(point: Point, place: Path) -> DataConfig:
 
 def texts(name: str, place: Path) -> DataConfig:
     if name == "python":
-        return DataConfig(paths=("python:stdlib",), validation_fraction=0.02)
+        return DataConfig(paths=("python:stdlib",), folder=place, validation_fraction=0.02)
     text = real("data", name)
     if text is None:
         skip(f"needs ../shared/data/{name}")
-    data = DataConfig(paths=(str(text),), documents="line", validation_fraction=0.003)
+    data = DataConfig(paths=(str(text),), folder=place, documents="line", validation_fraction=0.003)
     if name == "chinese":
         return replace(data, text_field="modern")
     files, weights = english_files(text, place)
