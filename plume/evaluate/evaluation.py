@@ -14,7 +14,7 @@ from plume.config import DataConfig, EvaluateConfig, UserError, at_home
 from plume.data import open_shards, read_documents
 from plume.data.pool import run_on_ray
 from plume.data.shards import MANIFEST
-from plume.data.sources import file_names
+from plume.data.tables import Tally
 from plume.evaluate.eval_tasks import EvalTask, find_task
 from plume.evaluate.items import find_protocol
 from plume.evaluate.report import Contamination, EvaluationReport, TaskReport, write_curve, write_report
@@ -58,8 +58,8 @@ def run_tasks(config: EvaluateConfig) -> EvaluationReport:
     check_head(str(config.model))
     all_tasks([name for name in config.tasks if not name.startswith("harness:")], config)  # before anything is computed
     for place in config.training_data:
-        if not place.startswith("hub:") and not is_prepared(place):
-            file_names(place)
+        if not place.startswith("hub:"):
+            next(training_texts((place,)))
     if any(name.startswith("harness:") for name in config.tasks) and importlib.util.find_spec("lm_eval") is None:
         raise UserError("harness:NAME needs lm-evaluation-harness: pip install 'plume-lm[eval]'")
     if config.backend == "ray":
@@ -169,14 +169,23 @@ def training_texts(places: Sequence[str]) -> Iterator[str]:
     for place in places:
         folder = at_home(place)
         if not is_prepared(place):
-            config = DataConfig(paths=(place,), folder=Path("."))
-            yield from (document.text for document in read_documents(config))
+            yield from raw_texts(place)
             continue
         tokenizer = load_tokenizer(folder / "tokenizer")
         shards = open_shards(folder, "train", tokenizer_hash=tokenizer.hash)
         for stream in shards.streams:
             for number in range(stream.documents):
                 yield tokenizer.decode(stream.document(number).tolist(), skip_special=True)
+
+
+def raw_texts(place: str) -> Iterator[str]:
+    """Every document of a path; where there is none, nothing was searched, and no item may be called clean."""
+    tally, count = Tally(), 0
+    for count, document in enumerate(read_documents(DataConfig(paths=(place,), folder=Path(".")), tally), 1):
+        yield document.text
+    if not count:
+        hint = "; `plume prepare --text-field NAME` reads another field, and its folder can be given here"
+        raise UserError(f"training_data: no text is found in {place}{tally.reasons()}{hint}")
 
 
 def found_in(wanted: Hashes, texts: Iterator[str], ngram: int) -> Hashes:

@@ -185,6 +185,14 @@ def test_items_seen_in_training_are_found(trained_folder, tmp_path):
     assert task.seen.clean_items is not None and "Contamination: " in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_training_data_without_a_text_that_is_read_is_refused(trained_folder, tmp_path):
+    """Nothing of it would be searched, and every item would be called clean."""
+    file = write_rows(tmp_path / "mine.jsonl", [{"context": story(1, 3), "target": "end"}])
+    other = write_rows(tmp_path / "train.jsonl", [{"content": story(1, 3)}])
+    with pytest.raises(UserError, match=r"no text is found in .*no text in the field 'text'.*--text-field"):
+        run(trained_folder, tmp_path / "out", str(file), training_data=(str(other),), plots=False)
+
+
 def test_runs_are_found_exactly():
     """Against sets of word tuples."""
     items, train = [story(n, 4) for n in range(5)], [story(n, 6) for n in range(3, 40)]
