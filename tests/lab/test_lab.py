@@ -178,6 +178,13 @@ def test_other_tasks_need_no_new_pretraining(tmp_path):
     assert before.finetuned(model, 0)["my"][0].key != after.finetuned(model, 0)["my"][0].key
 
 
+def test_two_tasks_of_one_name_are_refused(tmp_path):
+    """Their scores would share a column."""
+    config = ReproduceConfig(folder=tmp_path, tasks=("one/train.csv", "other/train.csv"), scale=1.0)
+    with pytest.raises(UserError, match="two tasks would be called 'train'"):
+        runner.lab_for(EXPERIMENTS["gpt1-ablations"], config)
+
+
 def test_texts_among_zero_shot_tasks_are_better_when_lower(tmp_path):
     text, questions = tmp_path / "news.txt", tmp_path / "quiz.jsonl"
     text.write_text("Some text.")
