@@ -180,10 +180,11 @@ def training_texts(places: Sequence[str]) -> Iterator[str]:
 
 def raw_texts(place: str) -> Iterator[str]:
     """Every document of a path; where there is none, nothing was searched, and no item may be called clean."""
-    tally, count = Tally(), 0
-    for count, document in enumerate(read_documents(DataConfig(paths=(place,), folder=Path(".")), tally), 1):
+    tally, found = Tally(), False
+    for document in read_documents(DataConfig(paths=(place,), folder=Path(".")), tally):
+        found = True
         yield document.text
-    if not count:
+    if not found:
         hint = "; `plume prepare --text-field NAME` reads another field, and its folder can be given here"
         raise UserError(f"training_data: no text is found in {place}{tally.reasons()}{hint}")
 

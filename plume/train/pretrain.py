@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -129,8 +129,13 @@ class TrainBatches:
     def position(self, step: int) -> int:
         return rows_before(step, self.config) + self.shift
 
-    def seek(self, step: int, rows: int) -> None:
+    def over(self, step: int) -> list[int]:
+        return self.samples.over(self.position(step)) if isinstance(self.samples, Phases) else []
+
+    def seek(self, step: int, rows: int, over: Sequence[int]) -> None:
         self.shift = rows - rows_before(step, self.config)
+        if isinstance(self.samples, Phases):
+            self.samples.keep(over)
 
     def rows(self, step: int) -> int:
         return batch_rows(step, self.config)
