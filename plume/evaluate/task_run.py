@@ -113,6 +113,7 @@ class TaskRun:
         self.config, self.seed = config, seed
         self.positions, self.calibration = ByPosition(), Calibration()
         self.tokens = self.cut = self.skipped = 0
+        self.shortened = False  # a limit has cut a long text
         self.notes: list[str] = []
         self.kept: list[Record] = []  # one of each item that was scored
 
@@ -136,7 +137,7 @@ class TaskRun:
             model_hash=self.subject.hash,
             parameters=self.subject.parameters,
             data=source.name,
-            data_hash=source.hash,
+            data_hash=f"{source.hash}:{self.config.limit}" if self.shortened else source.hash,
             protocol=self.protocol.as_dict() | {"too_long": self.config.too_long, "likelihood": self.likelihood},
             shots=self.config.shots,
             seed=self.seed,
@@ -207,8 +208,10 @@ class TaskRun:
         limit = self.config.limit
         if limit is None or self.task.kind != "text" or (self.protocol.documents and self.task.pages):
             return row
-        lines = islice(row.text("text").splitlines(keepends=True), limit)
-        return TaskRow({**row, "text": "".join(lines)[: limit * LINE]}, row.where)
+        whole = row.text("text")
+        text = "".join(islice(whole.splitlines(keepends=True), limit))[: limit * LINE]
+        self.shortened |= text != whole  # another text: its numbers are not comparable
+        return TaskRow({**row, "text": text}, row.where)
 
     # -- few-shot
 

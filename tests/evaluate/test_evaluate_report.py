@@ -144,6 +144,20 @@ def test_only_like_is_compared(trained_folder, random_folder, made, tmp_path):
         assert (found.test, found.better) == (f"not comparable: other {other}", "neither")
 
 
+def test_a_text_that_a_limit_cuts_is_another_one(random_folder, tmp_path):
+    """It is one item like the whole text, but its perplexity stands for its first lines alone."""
+    file = tmp_path / "news.txt"
+    file.write_text("\n".join(story(n, 2) for n in range(9)))
+    run(random_folder, tmp_path / "a", str(file), limit=2, plots=False)
+    whole = run(random_folder, tmp_path / "a", str(file), plots=False)["news"].first
+    assert "Earlier runs" not in (tmp_path / "a" / "report.md").read_text()
+    run(random_folder, tmp_path / "b", str(file), limit=2, plots=False)
+    (found,) = compare(tmp_path / "a", tmp_path / "b")
+    assert (found.test, found.better) == ("not comparable: other data", "neither")
+    enough = run(random_folder, tmp_path / "a", str(file), limit=9, plots=False)["news"].first
+    assert enough.data_hash == whole.data_hash and "Earlier runs" in (tmp_path / "a" / "report.md").read_text()
+
+
 def test_seeds_are_no_items_of_their_own(tmp_path):
     rows = [{"item": item, "acc": float(item % 3 == seed % 2)} for seed in range(5) for item in range(6)]
     found = contributions(rows, "acc", windows=True)
