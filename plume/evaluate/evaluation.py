@@ -20,7 +20,7 @@ from plume.evaluate.items import find_protocol
 from plume.evaluate.report import Contamination, EvaluationReport, TaskReport, write_curve, write_report
 from plume.evaluate.requests import METRICS, headline
 from plume.evaluate.subject import ScoreStore, Subject, check_head
-from plume.evaluate.task_run import TaskResult, TaskRun, items_name
+from plume.evaluate.task_run import TaskResult, TaskRun, file_name, items_name
 from plume.hf import openable_steps
 from plume.text import load_tokenizer
 from plume.util.files import write_rows
@@ -124,7 +124,7 @@ def all_tasks(names: list[str], config: EvaluateConfig) -> list[EvalTask]:
             tasks.append(find_task(name, fields))
         except UserError as error:
             problems.append(str(error))
-    names = [task.name for task in tasks]
+    names = [file_name(task.name) for task in tasks]  # of their items' files too
     problems += [f"two tasks would be called {n!r}; rename a file" for n in dict.fromkeys(names) if names.count(n) > 1]
     if problems:
         raise UserError("\n  ".join(problems))

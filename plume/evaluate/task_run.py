@@ -93,7 +93,12 @@ class TaskResult:
 
 def items_name(task: str, protocol: str, shots: int, seed: int) -> str:
     """Where a report keeps what it found for each item."""
-    return f"items/{re.sub(r'[^A-Za-z0-9_.-]', '_', task)}.{protocol}.{shots}shot.seed{seed}.jsonl"
+    return f"items/{file_name(task)}.{protocol}.{shots}shot.seed{seed}.jsonl"
+
+
+def file_name(task: str) -> str:
+    """The name of a task with letters of any script, and without what a path may not hold."""
+    return re.sub(r"[^\w.-]", "_", task)
 
 
 class TaskRun:

@@ -158,6 +158,19 @@ def test_a_text_that_a_limit_cuts_is_another_one(random_folder, tmp_path):
     assert enough.data_hash == whole.data_hash and "Earlier runs" in (tmp_path / "a" / "report.md").read_text()
 
 
+def test_tasks_with_names_in_any_script_keep_their_items(random_folder, tmp_path):
+    names = ("新闻", "体育")
+    files = [write_rows(tmp_path / f"{name}.jsonl", [{"context": name, "target": "end"}]) for name in names]
+    report = run(random_folder, tmp_path / "out", *map(str, files), plots=False)
+    for name in names:
+        (row,) = (tmp_path / "out" / report[name].first.items_file).read_text(encoding="utf-8").splitlines()
+        assert json.loads(row)["prompt"] == name
+    row = {"context": "a", "target": "b"}
+    files = [write_rows(tmp_path / f"{name}.jsonl", [row]) for name in ("my rows", "my_rows")]
+    with pytest.raises(UserError, match="two tasks would be called 'my_rows'"):
+        run(random_folder, tmp_path / "out", *map(str, files), plots=False)
+
+
 def test_seeds_are_no_items_of_their_own(tmp_path):
     rows = [{"item": item, "acc": float(item % 3 == seed % 2)} for seed in range(5) for item in range(6)]
     found = contributions(rows, "acc", windows=True)
