@@ -462,7 +462,8 @@ def first_sentences(text: str, count: int | None) -> str:
     """The first sentences of a text; all of it where no count is given."""
     if count is None:
         return text.strip()
-    return " ".join(re.split(r"(?<=[.!?])\s+", text.strip())[:count])
+    parts = re.split(r"((?<=[.!?])\s+|(?<=[。！？])\s*)", text.strip())  # sentences, and what stands between two
+    return "".join(parts[: 2 * count - 1])
 
 
 class GenerationMetric:
