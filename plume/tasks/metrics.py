@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plume.config import UserError
+from plume.util.hashing import separated
 
 Floats = npt.NDArray[np.float64]
 LOWER_IS_BETTER = ("perplexity", "bits_per", "loss", "mse")
@@ -444,7 +445,13 @@ class RougeTokens:
 
     @staticmethod
     def tokenize(text: str) -> list[str]:
-        return re.findall(rf"[{HAN}]|[^\W{HAN}]+", text.lower())
+        return re.findall(r"\w+", separated(text.lower()))
+
+
+def drops_letters(texts: Iterable[str]) -> bool:
+    """Whether rouge-score's own tokenizer would drop a third of the letters, as of Russian or Japanese all of them."""
+    letters = [letter for text in texts for letter in text if letter.isalpha()]
+    return 3 * sum(not letter.isascii() for letter in letters) > len(letters)
 
 
 def rouge(text: str, answers: Sequence[str]) -> dict[str, float]:
@@ -453,7 +460,7 @@ def rouge(text: str, answers: Sequence[str]) -> dict[str, float]:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise _missing(error) from None
-    scorer = RougeScorer(list(ROUGE), use_stemmer=True, tokenizer=RougeTokens() if in_chinese(answers) else None)
+    scorer = RougeScorer(list(ROUGE), use_stemmer=True, tokenizer=RougeTokens() if drops_letters(answers) else None)
     found = [scorer.score(answer, text) for answer in answers]
     return {name: max(f[name].fmeasure for f in found) for name in ROUGE}
 
