@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plume.config import UserError
-from plume.util.hashing import separated
+from plume.util.hashing import UNSPACED, separated
 
 Floats = npt.NDArray[np.float64]
 LOWER_IS_BETTER = ("perplexity", "bits_per", "loss", "mse")
@@ -413,8 +413,10 @@ def in_chinese(texts: Iterable[str]) -> bool:
 
 
 def bleu(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> Metric:
-    """By sacrebleu's tokenizer 13a, or zh where the answers are Chinese."""
-    words = "zh" if in_chinese(answer for each in answers for answer in each) else "13a"
+    """By sacrebleu's tokenizer 13a; zh where the answers are Chinese, char in other scripts without spaces."""
+    whole = "".join(answer for each in answers for answer in each)
+    words = "char" if 3 * len(UNSPACED.findall(whole)) > len(whole) else "13a"
+    words = "zh" if in_chinese([whole]) else words
     return Metric(_sacrebleu().corpus_bleu(list(texts), _columns(answers), tokenize=words).score, None)
 
 
