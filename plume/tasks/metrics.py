@@ -407,16 +407,14 @@ class AnswerMetric:
         return self.empty / max(self.total, 1)
 
 
-def in_chinese(texts: Iterable[str]) -> bool:
-    whole = "".join(texts)
+def in_chinese(whole: str) -> bool:
     return 3 * len(re.findall(f"[{HAN}]", whole)) > len(whole)
 
 
 def bleu(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> Metric:
     """By sacrebleu's tokenizer 13a; zh where the answers are Chinese, char in other scripts without spaces."""
     whole = "".join(answer for each in answers for answer in each)
-    words = "char" if 3 * len(UNSPACED.findall(whole)) > len(whole) else "13a"
-    words = "zh" if in_chinese([whole]) else words
+    words = "zh" if in_chinese(whole) else "char" if 3 * len(UNSPACED.findall(whole)) > len(whole) else "13a"
     return Metric(_sacrebleu().corpus_bleu(list(texts), _columns(answers), tokenize=words).score, None)
 
 

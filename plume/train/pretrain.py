@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,6 @@ from plume.config import (
 )
 from plume.data import (
     IGNORE,
-    Batch,
     Dataset,
     FullSentences,
     JoinedPairs,
@@ -81,6 +80,7 @@ MAY_CHANGE = (  # when a run is resumed
     *("train.", "micro_batch", "device", "precision"),
     *("resume", "overwrite", "prepared", "data.workers", "data.backend", "backend", "folder"),
 )
+Samples = Dataset | Phases
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,6 @@ class RunResult:
             f"{name} {first[1]:.4f} (token frequencies alone {self.unigram:.4f}, uniform {self.uniform:.4f}){more}\n"
             f"model: {self.model}"
         )
-
-
-class Samples(Protocol):
-    def take(self, first: int, count: int) -> Batch: ...
 
 
 @dataclass
