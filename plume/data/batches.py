@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -230,6 +231,15 @@ class Phases:
     def __init__(self, parts: Sequence[tuple[int, Dataset]]) -> None:
         """(number of samples, dataset) in order; the last has no end."""
         self.parts = list(parts)
+
+    def over(self, samples: int) -> list[int]:
+        """The numbers of samples of the phases that end within the first so many."""
+        ends = accumulate(count for count, _ in self.parts[:-1])
+        return [count for (count, _), end in zip(self.parts, ends, strict=False) if end <= samples]
+
+    def keep(self, over: Sequence[int]) -> None:
+        """Let the first phases have as many samples as they had: what was read later is not read again."""
+        self.parts[: len(over)] = [(count, part) for count, (_, part) in zip(over, self.parts, strict=False)]
 
     def batch(self, step: int, size: int, *, rank: int = 0, world: int = 1) -> Batch:
         return self.take(step * size, size, rank=rank, world=world)

@@ -137,8 +137,7 @@ def held_out_index(config: DataConfig) -> HeldOut:
                 count += 1
                 found[min(length, len(words))].append(ngram_hashes(words, length))
         if not count:
-            reasons = "".join(f"; {tally.counts[r]} x {r}, first at {where}" for r, where in tally.first.items())
-            raise UserError(f"decontaminate: no evaluation text is found in {path}{reasons}")
+            raise UserError(f"decontaminate: no evaluation text is found in {path}{tally.reasons()}")
     return {size: np.unique(np.concatenate(runs)) for size, runs in found.items()}
 
 

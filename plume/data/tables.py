@@ -74,6 +74,10 @@ class Tally:
         for reason, where in other.first.items():
             self.first.setdefault(reason, where)
 
+    def reasons(self) -> str:
+        """How often something was dropped for each reason, and where first."""
+        return "".join(f"; {self.counts[reason]} x {reason}, first at {where}" for reason, where in self.first.items())
+
     def to_dict(self) -> dict[str, Any]:
         reasons = {
             reason: {"count": count, "bytes": self.bytes[reason], "first": self.first[reason]}

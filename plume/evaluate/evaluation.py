@@ -14,13 +14,13 @@ from plume.config import DataConfig, EvaluateConfig, UserError, at_home
 from plume.data import open_shards, read_documents
 from plume.data.pool import run_on_ray
 from plume.data.shards import MANIFEST
-from plume.data.sources import file_names
+from plume.data.tables import Tally
 from plume.evaluate.eval_tasks import EvalTask, find_task
 from plume.evaluate.items import find_protocol
 from plume.evaluate.report import Contamination, EvaluationReport, TaskReport, write_curve, write_report
 from plume.evaluate.requests import METRICS, headline
 from plume.evaluate.subject import ScoreStore, Subject, check_head
-from plume.evaluate.task_run import TaskResult, TaskRun, items_name
+from plume.evaluate.task_run import TaskResult, TaskRun, file_name, items_name
 from plume.hf import openable_steps
 from plume.text import load_tokenizer
 from plume.util.files import write_rows
@@ -58,8 +58,8 @@ def run_tasks(config: EvaluateConfig) -> EvaluationReport:
     check_head(str(config.model))
     all_tasks([name for name in config.tasks if not name.startswith("harness:")], config)  # before anything is computed
     for place in config.training_data:
-        if not place.startswith("hub:") and not is_prepared(place):
-            file_names(place)
+        if not place.startswith("hub:"):
+            next(training_texts((place,)))
     if any(name.startswith("harness:") for name in config.tasks) and importlib.util.find_spec("lm_eval") is None:
         raise UserError("harness:NAME needs lm-evaluation-harness: pip install 'plume-lm[eval]'")
     if config.backend == "ray":
@@ -124,7 +124,7 @@ def all_tasks(names: list[str], config: EvaluateConfig) -> list[EvalTask]:
             tasks.append(find_task(name, fields))
         except UserError as error:
             problems.append(str(error))
-    names = [task.name for task in tasks]
+    names = [file_name(task.name) for task in tasks]  # of their items' files too
     problems += [f"two tasks would be called {n!r}; rename a file" for n in dict.fromkeys(names) if names.count(n) > 1]
     if problems:
         raise UserError("\n  ".join(problems))
@@ -169,14 +169,24 @@ def training_texts(places: Sequence[str]) -> Iterator[str]:
     for place in places:
         folder = at_home(place)
         if not is_prepared(place):
-            config = DataConfig(paths=(place,), folder=Path("."))
-            yield from (document.text for document in read_documents(config))
+            yield from raw_texts(place)
             continue
         tokenizer = load_tokenizer(folder / "tokenizer")
         shards = open_shards(folder, "train", tokenizer_hash=tokenizer.hash)
         for stream in shards.streams:
             for number in range(stream.documents):
                 yield tokenizer.decode(stream.document(number).tolist(), skip_special=True)
+
+
+def raw_texts(place: str) -> Iterator[str]:
+    """Every document of a path; where there is none, nothing was searched, and no item may be called clean."""
+    tally, found = Tally(), False
+    for document in read_documents(DataConfig(paths=(place,), folder=Path(".")), tally):
+        found = True
+        yield document.text
+    if not found:
+        hint = "; `plume prepare --text-field NAME` reads another field, and its folder can be given here"
+        raise UserError(f"training_data: no text is found in {place}{tally.reasons()}{hint}")
 
 
 def found_in(wanted: Hashes, texts: Iterator[str], ngram: int) -> Hashes:

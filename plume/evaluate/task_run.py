@@ -93,7 +93,12 @@ class TaskResult:
 
 def items_name(task: str, protocol: str, shots: int, seed: int) -> str:
     """Where a report keeps what it found for each item."""
-    return f"items/{re.sub(r'[^A-Za-z0-9_.-]', '_', task)}.{protocol}.{shots}shot.seed{seed}.jsonl"
+    return f"items/{file_name(task)}.{protocol}.{shots}shot.seed{seed}.jsonl"
+
+
+def file_name(task: str) -> str:
+    """The name of a task with letters of any script, and without what a path may not hold."""
+    return re.sub(r"[^\w.-]", "_", task)
 
 
 class TaskRun:
@@ -113,6 +118,7 @@ class TaskRun:
         self.config, self.seed = config, seed
         self.positions, self.calibration = ByPosition(), Calibration()
         self.tokens = self.cut = self.skipped = 0
+        self.shortened = False  # a limit has cut a long text
         self.notes: list[str] = []
         self.kept: list[Record] = []  # one of each item that was scored
 
@@ -136,7 +142,7 @@ class TaskRun:
             model_hash=self.subject.hash,
             parameters=self.subject.parameters,
             data=source.name,
-            data_hash=source.hash,
+            data_hash=f"{source.hash}:{self.config.limit}" if self.shortened else source.hash,
             protocol=self.protocol.as_dict() | {"too_long": self.config.too_long, "likelihood": self.likelihood},
             shots=self.config.shots,
             seed=self.seed,
@@ -207,8 +213,10 @@ class TaskRun:
         limit = self.config.limit
         if limit is None or self.task.kind != "text" or (self.protocol.documents and self.task.pages):
             return row
-        lines = islice(row.text("text").splitlines(keepends=True), limit)
-        return TaskRow({**row, "text": "".join(lines)[: limit * LINE]}, row.where)
+        whole = row.text("text")
+        text = "".join(islice(whole.splitlines(keepends=True), limit))[: limit * LINE]
+        self.shortened |= text != whole  # another text: its numbers are not comparable
+        return TaskRow({**row, "text": text}, row.where)
 
     # -- few-shot
 

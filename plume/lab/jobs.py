@@ -23,7 +23,7 @@ from plume.config import (
     build,
 )
 from plume.lab import text_tasks
-from plume.util.files import lines_of, write_rows
+from plume.util.files import write_rows
 from plume.util.run_folder import bits_per_byte, read_run
 
 Settings = Mapping[str, Any]
@@ -75,13 +75,7 @@ def tasks_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbers:
 def pairs_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbers:
     """Sources and targets: the user's, or sentences behind themselves with their words in reverse order."""
     if settings["targets"]:
-        sides = [[line for file in settings[side] for line in lines_of(Path(file).read_text("utf-8"))]
-                 for side in ("paths", "targets")]  # fmt: skip
-        if len(sides[0]) != len(sides[1]):
-            raise UserError(
-                f"data and targets have {len(sides[0]):,} and {len(sides[1]):,} lines; they must be aligned"
-            )
-        pairs = list(zip(*sides, strict=True))
+        pairs = aligned_pairs(settings["paths"], settings["targets"])
     else:
         found = [s for text in read_texts(needs[0] / "pretrain.jsonl") for s in text_tasks.sentences(text)]
         pairs = [(" ".join(reversed(sentence.split())), sentence) for sentence in found]
@@ -89,6 +83,18 @@ def pairs_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbers:
     for name, part in {"test": pairs[:TESTED], "pairs": pairs[TESTED:]}.items():
         write_rows(work / f"{name}.jsonl", ({"text": source, "target": target} for source, target in part))
     return {"pairs": float(len(pairs))}
+
+
+def aligned_pairs(data: Sequence[str], targets: Sequence[str]) -> list[tuple[str, str]]:
+    """The lines of files with those of others: file by file, of paths as `plume prepare` takes them."""
+    from plume.data.sources import find_files
+    from plume.tasks.readers import aligned_rows
+
+    sides = [[file for path in side for file in find_files(path)] for side in (data, targets)]
+    if len(sides[0]) != len(sides[1]):
+        raise UserError(f"data and targets have {len(sides[0]):,} and {len(sides[1]):,} files; they must be aligned")
+    rows = [row for file, target in zip(*sides, strict=True) for _, row in aligned_rows(file, str(target))]
+    return [(row["source"], row["target"]) for row in rows]
 
 
 def leak_job(settings: Settings, work: Path, needs: Sequence[Path]) -> Numbers:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plume.config import PRESETS, ReproduceConfig, UserError, at_home, did_you_mean, takes_fields
-from plume.lab.experiment import Experiment, Lab, LabJob, jobs_of
+from plume.lab.experiment import Experiment, Lab, LabJob, jobs_of, label
 from plume.lab.jobs import KINDS, Numbers
 from plume.lab.lab_report import write_report
 from plume.lab.papers import EXPERIMENTS
@@ -85,6 +85,7 @@ def untrained(results: Collection[Numbers]) -> str:
 
 def lab_for(experiment: Experiment, config: ReproduceConfig) -> Lab:
     """The lab at the scale that the config names, or that fits into its minutes."""
+    refuse_same_columns(config.tasks)
     lab = partial(Lab, config, digest=data_digest(config), task_digest=task_digest(config))
     if config.minutes is None:
         return lab(scale=1.0 if config.scale is None else config.scale)
@@ -95,6 +96,13 @@ def lab_for(experiment: Experiment, config: ReproduceConfig) -> Lab:
         fits = seconds_of(jobs_of(experiment.cells(lab(scale=middle)))) * slower < 60 * config.minutes
         low, high = (middle, high) if fits else (low, middle)
     return lab(scale=float(f"{low:.2g}"))
+
+
+def refuse_same_columns(tasks: Sequence[str]) -> None:
+    """Of two tasks with one name, the table would have the last alone."""
+    names = [label(task) for task in tasks]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"two tasks would be called {twice[0]!r}; rename a file")
 
 
 def seconds_of(jobs: Sequence[LabJob]) -> float:

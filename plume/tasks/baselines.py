@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plume.tasks.schema import Example, Prediction
+from plume.util.hashing import UNSPACED, separated
 
 Floats = npt.NDArray[np.float64]
 MOST_ROWS = 50_000  # training rows that TF-IDF is fitted on, drawn at random: seconds on one core
@@ -80,12 +81,15 @@ def most_frequent_tags(train: Sequence[Example], examples: Sequence[Example]) ->
 
 
 def nearest_sentence(examples: Sequence[Example]) -> Baseline:
-    """The sentence of the context that shares the most words with the question."""
+    """The sentence of the context that shares the most words with the question; without spaces, letters."""
+
+    def words(text: str) -> set[str]:
+        return set(re.findall(r"\w+", separated(text.lower())))
 
     def best(example: Example) -> str:
-        wanted = set(re.findall(r"\w+", example.fields["question"].lower()))
+        wanted = words(example.fields["question"])
         sentences = re.split(r"(?<=[.!?。！？])\s*", example.fields["context"].strip())
-        return max(sentences, key=lambda s: len(wanted & set(re.findall(r"\w+", s.lower()))))
+        return max(sentences, key=lambda s: len(wanted & words(s)))
 
     return each("sentence nearest to the question", examples, best)
 
@@ -94,9 +98,10 @@ def nearest_sentence(examples: Sequence[Example]) -> Baseline:
 
 
 def without_spaces(texts: Sequence[str]) -> bool:
-    """Whether texts are of a language written without spaces, such as Chinese, by the length of their words."""
+    """Whether texts are of a language written without spaces, such as Chinese: by letters, or the words' length."""
     words = [word for text in texts[:1000] for word in text.split()]
-    return sum(map(len, words)) > LONGEST_WORD * max(1, len(words))
+    letters = "".join(words)
+    return 2 * len(UNSPACED.findall(letters)) > len(letters) or len(letters) > LONGEST_WORD * max(1, len(words))
 
 
 def vectorizer(texts: Sequence[str], labels: int = 1) -> Any:

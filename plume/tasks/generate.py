@@ -30,6 +30,7 @@ from plume.tasks.schema import Columns, Example, Prediction, TaskSettings, is_mi
 from plume.tasks.task_kind import RowReader, TaskKind, TaskOptions
 from plume.tasks.token_rows import GPT1_TOKENS, Numbers, Truncation, shares
 from plume.text import Tokenizer
+from plume.util.console import plural
 
 SOURCE, ANSWER, DELIMITER = "{source}", "assistant:", GPT1_TOKENS["delimiter"]
 SLOTS = 16  # texts that a GPT writes at a time
@@ -150,6 +151,11 @@ class GenerateTask(TaskKind):
         self.truncation = Truncation()
         if settings.template and (len(settings.template) > 1 or SOURCE not in settings.template[0]):
             raise UserError(f"the template of a generate task is one line with {SOURCE} in it")
+        if causal and settings.template and 2 * (behind := len(self.closing())) >= settings.length:
+            raise UserError(
+                f"the template ends in {plural(behind, 'token')} behind {SOURCE}, which task.length={settings.length} "
+                "leaves no room for beside a source and a target; shorten them, or take a longer task.length"
+            )
 
     # -- data
 

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plume.config import UserError
+from plume.util.hashing import UNSPACED, separated
 
 Floats = npt.NDArray[np.float64]
 LOWER_IS_BETTER = ("perplexity", "bits_per", "loss", "mse")
@@ -406,14 +407,14 @@ class AnswerMetric:
         return self.empty / max(self.total, 1)
 
 
-def in_chinese(texts: Iterable[str]) -> bool:
-    whole = "".join(texts)
+def in_chinese(whole: str) -> bool:
     return 3 * len(re.findall(f"[{HAN}]", whole)) > len(whole)
 
 
 def bleu(texts: Sequence[str], answers: Sequence[Sequence[str]]) -> Metric:
-    """By sacrebleu's tokenizer 13a, or zh where the answers are Chinese."""
-    words = "zh" if in_chinese(answer for each in answers for answer in each) else "13a"
+    """By sacrebleu's tokenizer 13a; zh where the answers are Chinese, char in other scripts without spaces."""
+    whole = "".join(answer for each in answers for answer in each)
+    words = "zh" if in_chinese(whole) else "char" if 3 * len(UNSPACED.findall(whole)) > len(whole) else "13a"
     return Metric(_sacrebleu().corpus_bleu(list(texts), _columns(answers), tokenize=words).score, None)
 
 
@@ -444,7 +445,13 @@ class RougeTokens:
 
     @staticmethod
     def tokenize(text: str) -> list[str]:
-        return re.findall(rf"[{HAN}]|[^\W{HAN}]+", text.lower())
+        return re.findall(r"\w+", separated(text.lower()))
+
+
+def drops_letters(texts: Iterable[str]) -> bool:
+    """Whether rouge-score's own tokenizer would drop a third of the letters, as of Russian or Japanese all of them."""
+    letters = [letter for text in texts for letter in text if letter.isalpha()]
+    return 3 * sum(not letter.isascii() for letter in letters) > len(letters)
 
 
 def rouge(text: str, answers: Sequence[str]) -> dict[str, float]:
@@ -453,7 +460,7 @@ def rouge(text: str, answers: Sequence[str]) -> dict[str, float]:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
         raise _missing(error) from None
-    scorer = RougeScorer(list(ROUGE), use_stemmer=True, tokenizer=RougeTokens() if in_chinese(answers) else None)
+    scorer = RougeScorer(list(ROUGE), use_stemmer=True, tokenizer=RougeTokens() if drops_letters(answers) else None)
     found = [scorer.score(answer, text) for answer in answers]
     return {name: max(f[name].fmeasure for f in found) for name in ROUGE}
 
@@ -462,7 +469,8 @@ def first_sentences(text: str, count: int | None) -> str:
     """The first sentences of a text; all of it where no count is given."""
     if count is None:
         return text.strip()
-    return " ".join(re.split(r"(?<=[.!?])\s+", text.strip())[:count])
+    parts = re.split(r"((?<=[.!?])\s+|(?<=[。！？])\s*)", text.strip())  # sentences, and what stands between two
+    return "".join(parts[: 2 * count - 1])
 
 
 class GenerationMetric:

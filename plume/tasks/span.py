@@ -70,7 +70,7 @@ class SpanTask(TaskKind):
 
     @classmethod
     def label_value(cls, value: Any, fields: Mapping[str, Any], column: str) -> list[tuple[int, str]]:
-        """Every answer as (start, text), from SQuAD's and the hub's forms, pairs, or texts alone."""
+        """Every answer as (start, text), from SQuAD's and the hub's forms, pairs, or texts; empty ones are none."""
         context = fields["context"]
         if isinstance(value, Mapping):
             starts, texts = value.get("answer_start"), value.get("text")
@@ -81,7 +81,7 @@ class SpanTask(TaskKind):
             value = [value]
         if not isinstance(value, list):
             raise UserError(f"the answers {value!r} are neither texts nor starts with texts")
-        spans = [_span(one, context) for one in value]
+        spans = [(start, text) for start, text in (_span(one, context) for one in value) if text.strip()]
         for start, text in spans:
             if start < 0 or context[start : start + len(text)] != text:
                 raise UserError(f"the answer {text!r} is not at character {start} of its context")

@@ -322,6 +322,7 @@ def as_pretraining(config: DistillConfig, teacher: Model, place: Path) -> Pretra
         objective=objective,
         data=data,
         prepared=config.prepared,
+        resume=config.resume,
     )
 
 

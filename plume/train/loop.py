@@ -391,6 +391,7 @@ class Trainer:
             "ranks": self.ranks.size,
             "data": self.task.data,
             "rows": self.task.train.position(self.step) if isinstance(self.task.train, Seekable) else None,
+            "over": self.task.train.over(self.step) if isinstance(self.task.train, Seekable) else None,
             "precision": self.precision.name,
             "loss": self.logger.last_loss,
             "sums": pending.tolist(),
@@ -429,7 +430,7 @@ class Trainer:
                 "data of the run, or with --allow-changes to continue on this data from the next unread row"
             )
         if isinstance(self.task.train, Seekable) and state["rows"] is not None:
-            self.task.train.seek(step, state["rows"])
+            self.task.train.seek(step, state["rows"], state.get("over", ()))  # older checkpoints have none
         self.checkpoints.drop_after(step)
         self.step, self.tokens, self.seconds = step, state["tokens"], state["seconds"]
         best = None if state["best"] is None else Best(*state["best"])

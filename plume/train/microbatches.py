@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,11 +23,14 @@ class Batches(Protocol):
 
 @runtime_checkable
 class Seekable(Protocol):
-    """Batches that count the rows used, so that another batch size continues after them."""
+    """Batches that count the rows used, so that other sizes and numbers of batches continue after them."""
 
     def position(self, step: int) -> int: ...
 
-    def seek(self, step: int, rows: int) -> None: ...
+    def over(self, step: int) -> list[int]:
+        """Rows of each phase of shorter sequences that is over."""
+
+    def seek(self, step: int, rows: int, over: Sequence[int]) -> None: ...
 
 
 class Microbatches:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,6 @@ from plume.config import (
 )
 from plume.data import (
     IGNORE,
-    Batch,
     Dataset,
     FullSentences,
     JoinedPairs,
@@ -81,6 +80,7 @@ MAY_CHANGE = (  # when a run is resumed
     *("train.", "micro_batch", "device", "precision"),
     *("resume", "overwrite", "prepared", "data.workers", "data.backend", "backend", "folder"),
 )
+Samples = Dataset | Phases
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,6 @@ class RunResult:
         )
 
 
-class Samples(Protocol):
-    def take(self, first: int, count: int) -> Batch: ...
-
-
 @dataclass
 class TrainBatches:
     """Batch n is the next so many samples after all batches before it."""
@@ -129,8 +125,13 @@ class TrainBatches:
     def position(self, step: int) -> int:
         return rows_before(step, self.config) + self.shift
 
-    def seek(self, step: int, rows: int) -> None:
+    def over(self, step: int) -> list[int]:
+        return self.samples.over(self.position(step)) if isinstance(self.samples, Phases) else []
+
+    def seek(self, step: int, rows: int, over: Sequence[int]) -> None:
         self.shift = rows - rows_before(step, self.config)
+        if isinstance(self.samples, Phases):
+            self.samples.keep(over)
 
     def rows(self, step: int) -> int:
         return batch_rows(step, self.config)

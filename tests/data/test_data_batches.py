@@ -206,6 +206,10 @@ def test_phases_follow_each_other(tmp_path):
     phases = Phases([(40, short), (0, long)])
     assert [phases.batch(step, 4).tokens.shape[1] for step in (0, 9, 10, 500)] == [8, 8, 32, 32]
     equal(phases.batch(12, 4), long.batch(2, 4))
+    assert (phases.over(39), phases.over(40)) == ([], [40])
+    longer = Phases([(80, short), (0, long)])
+    longer.keep(phases.over(48))
+    equal(longer.batch(12, 4), long.batch(2, 4))
 
 
 @pytest.fixture

@@ -144,6 +144,33 @@ def test_only_like_is_compared(trained_folder, random_folder, made, tmp_path):
         assert (found.test, found.better) == (f"not comparable: other {other}", "neither")
 
 
+def test_a_text_that_a_limit_cuts_is_another_one(random_folder, tmp_path):
+    """It is one item like the whole text, but its perplexity stands for its first lines alone."""
+    file = tmp_path / "news.txt"
+    file.write_text("\n".join(story(n, 2) for n in range(9)))
+    run(random_folder, tmp_path / "a", str(file), limit=2, plots=False)
+    whole = run(random_folder, tmp_path / "a", str(file), plots=False)["news"].first
+    assert "Earlier runs" not in (tmp_path / "a" / "report.md").read_text()
+    run(random_folder, tmp_path / "b", str(file), limit=2, plots=False)
+    (found,) = compare(tmp_path / "a", tmp_path / "b")
+    assert (found.test, found.better) == ("not comparable: other data", "neither")
+    enough = run(random_folder, tmp_path / "a", str(file), limit=9, plots=False)["news"].first
+    assert enough.data_hash == whole.data_hash and "Earlier runs" in (tmp_path / "a" / "report.md").read_text()
+
+
+def test_tasks_with_names_in_any_script_keep_their_items(random_folder, tmp_path):
+    names = ("新闻", "体育")
+    files = [write_rows(tmp_path / f"{name}.jsonl", [{"context": name, "target": "end"}]) for name in names]
+    report = run(random_folder, tmp_path / "out", *map(str, files), plots=False)
+    for name in names:
+        (row,) = (tmp_path / "out" / report[name].first.items_file).read_text(encoding="utf-8").splitlines()
+        assert json.loads(row)["prompt"] == name
+    row = {"context": "a", "target": "b"}
+    files = [write_rows(tmp_path / f"{name}.jsonl", [row]) for name in ("my rows", "my_rows")]
+    with pytest.raises(UserError, match="two tasks would be called 'my_rows'"):
+        run(random_folder, tmp_path / "out", *map(str, files), plots=False)
+
+
 def test_seeds_are_no_items_of_their_own(tmp_path):
     rows = [{"item": item, "acc": float(item % 3 == seed % 2)} for seed in range(5) for item in range(6)]
     found = contributions(rows, "acc", windows=True)
@@ -183,6 +210,14 @@ def test_items_seen_in_training_are_found(trained_folder, tmp_path):
     assert [bool(r["overlap"]) for r in rows].count(True) == task.seen.dirty
     assert task.seen.short == 1 and task.seen.clean + task.seen.dirty == 7
     assert task.seen.clean_items is not None and "Contamination: " in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_training_data_without_a_text_that_is_read_is_refused(trained_folder, tmp_path):
+    """Nothing of it would be searched, and every item would be called clean."""
+    file = write_rows(tmp_path / "mine.jsonl", [{"context": story(1, 3), "target": "end"}])
+    other = write_rows(tmp_path / "train.jsonl", [{"content": story(1, 3)}])
+    with pytest.raises(UserError, match=r"no text is found in .*no text in the field 'text'.*--text-field"):
+        run(trained_folder, tmp_path / "out", str(file), training_data=(str(other),), plots=False)
 
 
 def test_runs_are_found_exactly():

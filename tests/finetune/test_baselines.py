@@ -17,7 +17,7 @@ from sklearn.metrics import accuracy_score, matthews_corrcoef
 from tiny import tokenizer_of
 
 from plume.config import TaskConfig
-from plume.tasks import baselines, kind_named
+from plume.tasks import baselines, kind_named, metrics
 from plume.tasks.paired import compare
 from plume.tasks.schema import Example, Prediction, TaskSettings
 from plume.tasks.task_data import load_task
@@ -116,6 +116,33 @@ def test_pairs_equal_scikit_learns_own_run(shared):
     assert [found[n].value for n in range(len(valid))] == expected
     gold = [e.label for e in valid]
     assert evaluate(kind, valid, found).results()["accuracy"] == pytest.approx(accuracy_score(gold, expected))
+
+
+def test_short_texts_without_spaces_are_known_by_their_letters():
+    """Their runs between blanks are no longer than words are; each would be a word that no other text has."""
+    things, ends = (
+        ("这部电影", "这本书", "这家店", "这个手机"),
+        {"pos": ("很好看", "真不错"), "neg": ("太差了", "浪费时间")},
+    )
+    rows = [
+        Example({"text": f"{when}{thing}{end}"}, label, "")
+        for when in ("昨天", "今天", "上周", "总之", "听说")
+        for thing in things
+        for label, endings in ends.items()
+        for end in endings
+    ]
+    kind = task("classify", labels=("neg", "pos"))
+    (_, tfidf) = kind.baselines(rows[:48], rows[48:])
+    assert evaluate(kind, rows[48:], tfidf.predictions).results()["accuracy"] == 1.0
+    assert not baselines.without_spaces(["a fine film", "Donaudampfschiff"])
+
+
+def test_sentences_without_spaces():
+    context = "张三住在北京。李四喜欢喝茶！王五在上海工作。"
+    rows = [Example({"question": "谁在上海？", "context": context}, None, "")]
+    assert baselines.nearest_sentence(rows).predictions[0].value == "王五在上海工作。"
+    assert metrics.first_sentences(context, 2) == "张三住在北京。李四喜欢喝茶！"
+    assert metrics.first_sentences("Aha.  So it is. No", 2) == "Aha.  So it is."
 
 
 def test_copies_and_first_sentences_equal_sacrebleu(shared):

@@ -1,5 +1,7 @@
 """A student's losses equal a written-out computation, its first weights are its teacher's, and its folder opens."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -170,6 +172,18 @@ def test_from_texts_to_a_folder(family, tmp_path):
     assert tokenizer_of(family).vocab_size == model.config.vocab_size
     assert result.student_loss is not None and result.outcome.finished
     assert f"loss {result.student_loss:.4f}" in result.summary()
+
+
+def test_a_resumed_distillation_reads_what_was_prepared(tmp_path):
+    """As a pretraining does: its texts may have changed, or be gone."""
+    base, text = random_base("gpt2", tmp_path / "teacher", std=0.05), tmp_path / "text.txt"
+    text.write_text("\n\n".join(TEXTS * 20))
+    data = DataConfig(paths=(str(text),), folder=tmp_path / "data", validation_fraction=0.2, workers=1)
+    config = DistillConfig(teacher=str(base), folder=tmp_path / "run", train=TRAIN, data=data)
+    distill(config)
+    text.unlink()
+    again = distill(replace(config, resume=True, train=replace(TRAIN, steps=4)))
+    assert again.outcome.step == 4
 
 
 @pytest.mark.parametrize(

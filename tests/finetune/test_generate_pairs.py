@@ -88,6 +88,12 @@ def test_a_long_source_is_truncated_before_what_closes_it_and_leaves_room_for_an
         assert len(rows.sources[0]) == 12 and kind.truncation.rows == 2
 
 
+def test_a_template_that_leaves_no_room_for_a_source_is_refused():
+    """Its end is kept whatever is truncated: such rows were longer than the model can read."""
+    with pytest.raises(UserError, match=r"behind \{source\}, which task.length=32 leaves no room"):
+        kind_for("gpt2", template=("{source} => Please answer with one word, yes or no, and nothing else at all:",))
+
+
 def test_chats_and_instructions_have_a_source_for_each_answer(tmp_path):
     talk = [("system", "be kind"), ("user", "hi"), ("assistant", "hello"), ("user", "why"), ("assistant", "so")]
     rows = [{"messages": [{"role": role, "content": text} for role, text in talk]}] * 3

@@ -168,6 +168,20 @@ def test_the_best_threshold_is_the_best_of_all(name):
         assert judge(right, [s >= chosen for s in scores]) == pytest.approx(best)
 
 
+@pytest.mark.parametrize("text", ["Привет, дорогой мир", "これはペンです", "αυτό είναι", "한국어 문장 입니다"])
+def test_rouge_of_texts_in_other_letters(text):
+    """rouge-score's own tokenizer has no word of them."""
+    assert metrics.rouge(text, [text]) == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0}
+    assert metrics.rouge("nothing", [text])["rouge1"] == 0.0
+
+
+@pytest.mark.parametrize("text", ["これはペンです", "สวัสดีชาวโลก"])
+def test_bleu_of_texts_without_spaces(text):
+    """Over characters: a whole sentence would be one word, which has no four words in a row."""
+    assert metrics.bleu([text], [[text]]).value == pytest.approx(100)
+    assert 0 < metrics.bleu([text[:-1]], [[text]]).value < 100
+
+
 def test_chinese_is_compared_character_by_character():
     """Words are not separated by spaces: whole sentences would count as one word, and be equal or not."""
     import sacrebleu

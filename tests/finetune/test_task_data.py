@@ -186,6 +186,20 @@ def test_squad_with_and_without_answers(tmp_path):
     data = load_task(TaskConfig(train=str(tmp_path / "a.json"), validation=str(tmp_path / "a.json")))
     assert data.kind == "span"
     assert [e.label for e in data.train] == [[(0, "Mary")], []]
+    del qas[0]["answers"]
+    (tmp_path / "test.json").write_text(json.dumps(whole))
+    files = {name: str(tmp_path / f"{name}.json") for name in ("a", "test")}
+    data = load_task(TaskConfig(train=files["a"], validation=files["a"], test=files["test"]))
+    assert [e.label for e in data.test] == [None, []]
+
+
+def test_an_empty_answer_is_none(tmp_path):
+    """Then a threshold decides when no answer is given."""
+    rows = [{"context": "Mary sings.", "question": "who?", "answers": answers} for answers in (["Mary"], [""])]
+    rows.append({**rows[0], "answers": {"text": [" "], "answer_start": [0]}})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = load_task(TaskConfig(train=str(tmp_path / "a.jsonl"), validation=str(tmp_path / "a.jsonl")))
+    assert [e.label for e in data.train] == [[(0, "Mary")], [], []]
 
 
 def test_choices_in_columns_or_in_a_list(tmp_path):

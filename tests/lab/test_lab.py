@@ -1,5 +1,6 @@
 """`plume reproduce`: verdicts that chance does not pass, jobs that run once, every experiment from end to end."""
 
+import gzip
 import json
 import os
 import re
@@ -177,6 +178,13 @@ def test_other_tasks_need_no_new_pretraining(tmp_path):
     assert before.finetuned(model, 0)["my"][0].key != after.finetuned(model, 0)["my"][0].key
 
 
+def test_two_tasks_of_one_name_are_refused(tmp_path):
+    """Their scores would share a column."""
+    config = ReproduceConfig(folder=tmp_path, tasks=("one/train.csv", "other/train.csv"), scale=1.0)
+    with pytest.raises(UserError, match="two tasks would be called 'train'"):
+        runner.lab_for(EXPERIMENTS["gpt1-ablations"], config)
+
+
 def test_texts_among_zero_shot_tasks_are_better_when_lower(tmp_path):
     text, questions = tmp_path / "news.txt", tmp_path / "quiz.jsonl"
     text.write_text("Some text.")
@@ -199,6 +207,22 @@ def test_tasks_in_the_home_folder(tmp_path, monkeypatch):
     before = runner.task_digest(config)
     (tmp_path / "news.jsonl").write_text('{"text": "Another text."}\n')
     assert runner.task_digest(config) != before
+
+
+def test_aligned_data_in_folders_globs_and_compressed_files(tmp_path):
+    (tmp_path / "work").mkdir()
+    for side, text in (("data", "a b\r\nc d\n"), ("targets", "b a\nd c\n")):
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "1.txt").write_text(text, newline="")
+        (tmp_path / side / "2.txt.gz").write_bytes(gzip.compress(text.encode()))
+    for name in ("{}", "{}/*"):
+        sides = {key: [str(tmp_path / name.format(side))] for key, side in (("paths", "data"), ("targets", "targets"))}
+        assert jobs.pairs_job({**sides, "rows": 100}, tmp_path / "work", []) == {"pairs": 4.0}
+        rows = [json.loads(line) for line in (tmp_path / "work" / "test.jsonl").read_text().splitlines()]
+        assert {(row["text"], row["target"]) for row in rows} == {("a b", "b a"), ("c d", "d c")}
+    (tmp_path / "targets" / "2.txt.gz").unlink()
+    with pytest.raises(UserError, match="2 and 1 files; they must be aligned"):
+        jobs.pairs_job({**sides, "rows": 100}, tmp_path / "work", [])
 
 
 @pytest.mark.parametrize("points", [4, 5])

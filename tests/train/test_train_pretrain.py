@@ -405,6 +405,27 @@ def test_another_batch_continues_after_the_rows_that_were_read(tmp_path: Path) -
         assert taken[-1] == (40, 8)
 
 
+def test_more_steps_continue_after_the_rows_of_each_length(tmp_path: Path) -> None:
+    """Half of the steps have short sequences; of twice the steps, the first long ones were already behind them."""
+    from plume.data import PackedWindows
+
+    short = {"objective.short_lengths": "8", "objective.short_fraction": "0.5", "train.keep_best": "false"}
+    config = small("gpt2-char", tmp_path, **{"train.steps": "4", "train.batch": "8", **short})
+    taken: list[tuple[int, int, int]] = []
+    plain = PackedWindows.take
+
+    def take(self: PackedWindows, first: int, count: int, **more: int) -> Any:
+        taken.append((self.length, first, count))
+        return plain(self, first, count, **more)
+
+    pretrain(config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedWindows, "take", take)
+        pretrain(resumed(config, **{"train.steps": "8"}))
+    batches = [(length, first) for length, first, count in taken if count == config.train.batch]
+    assert batches == [(config.model.context, first) for first in (16, 24, 32, 40)]
+
+
 def test_a_run_is_not_resumed_on_other_data(tmp_path: Path) -> None:
     config = small("gpt2-char", tmp_path, **{"train.steps": "2"})
     pretrain(config)
