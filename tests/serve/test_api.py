@@ -321,6 +321,7 @@ def test_wrong_places_in_explanations_are_named(client):
         ({"layer": 9}, "layer=9"),
         ({"head": 9}, "head=9"),
         ({"view": "steps", "query": 99}, "query=99"),
+        ({"view": "walk", "head": 9}, "head=9"),
     ):
         body = {"model": "gpt", "input": PROMPT, "view": "attention"} | wrong
         answer = client.post("/v1/explain", json=body)
