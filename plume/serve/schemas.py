@@ -159,7 +159,7 @@ SAMPLING_LIMITS: dict[str, dict[str, Any]] = {  # what one request may cost; val
     "n": {"le": 128},
     "best_of": {"le": 128},
     "logprobs": {"le": 20},
-    "seed": {"ge": -(2**63), "lt": 2**63},
+    "seed": {"ge": -(2**63), "lt": 2**64},  # negative ones are answered as what they are modulo 2**64
     "stop": {},
     "stop_tokens": {"max_length": 1000},
     "logit_bias": {"max_length": 1000},

@@ -167,6 +167,13 @@ def test_the_sampled_token_is_always_among_the_top(ai):
             assert top[token] == logprob
 
 
+def test_the_seed_of_an_answer_can_be_sent_again(ai, lm):
+    body = {"model": "gpt", "prompt": "The robot", "max_tokens": 12}
+    first = ai.completions.create(**body, seed=-5).choices[0]
+    again = ai.completions.create(**body, seed=first.seed).choices[0]
+    assert first.text == again.text == lm.generate("The robot", max_new_tokens=12, top_k=None, seed=first.seed).text
+
+
 def test_logprobs_do_not_depend_on_the_other_sequences_in_the_batch(server):
     body = {"model": "gpt", "prompt": "The robot", "max_tokens": 16, "seed": 9, "logprobs": 3}
     (alone,) = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]
