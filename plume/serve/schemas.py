@@ -233,6 +233,8 @@ class GenerationRequest(ApiRequest):
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, json_schema_extra=sampling_schema)
 
+    defaults: ClassVar[Mapping[str, Any]] = {}  # sampling fields whose default is not OpenAI's
+
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
@@ -246,8 +248,8 @@ class GenerationRequest(ApiRequest):
     def with_sampling(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        own = {name: given for name, given in value.items() if name not in cls.model_fields}
-        return {**value, "sampling": read_sampling(own)}
+        own = {n: given for n, given in value.items() if n not in cls.model_fields and given is not None}
+        return {**value, "sampling": read_sampling({**cls.defaults, **own})}
 
     @property
     def include_usage(self) -> bool:
@@ -432,6 +434,8 @@ class NextSentenceRequest(ApiRequest):
 
 
 class TranslateRequest(GenerationRequest):
+    defaults: ClassVar[Mapping[str, Any]] = {"temperature": 0.0}
+
     input: PlainTexts
     max_tokens: int | None = Field(default=None, ge=1, le=100_000)
     beams: int = Field(default=4, ge=1, le=16)
