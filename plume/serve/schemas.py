@@ -49,6 +49,7 @@ RENAMED = {  # names that people bring, and the field that is meant
     "no_repeat_ngram_size": "no_repeat_ngram",
     "top_n": "k",
     "second": "pair",
+    "logprobs": "top_logprobs",
 }
 
 
@@ -219,11 +220,12 @@ def read_sampling(given: Mapping[str, Any]) -> SamplingConfig:
         raise field_error(name if name in ADAPTERS else "sampling", str(error)) from None
 
 
-def sampling_schema(schema: dict[str, Any]) -> None:
+def sampling_schema(schema: dict[str, Any], request: type[Any]) -> None:
     """The sampling fields in the OpenAPI document."""
-    schema["properties"].pop("sampling", None)
+    known = request.names()
+    schema["properties"] = {name: value for name, value in schema["properties"].items() if name in known}
     for each in fields(SamplingConfig):
-        if each.name in ADAPTERS:
+        if each.name in ADAPTERS.keys() & known:
             described = {**ADAPTERS[each.name].json_schema(), "description": each.metadata["help"]}
             schema["properties"].setdefault(each.name, described)
 
@@ -234,6 +236,7 @@ class GenerationRequest(ApiRequest):
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, json_schema_extra=sampling_schema)
 
     defaults: ClassVar[Mapping[str, Any]] = {}  # sampling fields whose default is not OpenAI's
+    left_out: ClassVar[frozenset[str]] = frozenset()  # fields of other requests that would have no effect on this one
 
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -241,7 +244,7 @@ class GenerationRequest(ApiRequest):
 
     @classmethod
     def names(cls) -> set[str]:
-        return set(cls.model_fields) - {"sampling"} | ADAPTERS.keys()
+        return (set(cls.model_fields) | ADAPTERS.keys()) - {"sampling"} - cls.left_out
 
     @model_validator(mode="before")
     @classmethod
@@ -309,6 +312,7 @@ class ChatRequest(GenerationRequest):
 
 
 class ResponsesRequest(GenerationRequest):
+    left_out: ClassVar[frozenset[str]] = frozenset(("n", "best_of", "logprobs"))
     without_effect: ClassVar[frozenset[str]] = SHARED_WITHOUT_EFFECT | {
         "access_programs", "context_management", "image", "include", "max_tool_calls", "reasoning", "text", "truncation"
     }  # fmt: skip
@@ -435,6 +439,7 @@ class NextSentenceRequest(ApiRequest):
 
 class TranslateRequest(GenerationRequest):
     defaults: ClassVar[Mapping[str, Any]] = {"temperature": 0.0}
+    left_out: ClassVar[frozenset[str]] = frozenset(("stream", "stream_options", "n", "best_of", "logprobs"))
 
     input: PlainTexts
     max_tokens: int | None = Field(default=None, ge=1, le=100_000)

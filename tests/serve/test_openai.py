@@ -99,6 +99,9 @@ def test_ignored_fields_are_named_in_a_header(ai, server):
         ("completions", {"prompt": "a", "stop_sequences": ["x"]}, "use stop"),
         ("completions", {"prompt": "a", "no_repeat_ngram_size": 2}, "use no_repeat_ngram"),
         ("completions", {"prompt": "a", "temprature": 2}, "did you mean 'temperature'"),
+        ("responses", {"input": "a", "n": 2}, "there is no field n"),
+        ("responses", {"input": "a", "logprobs": 2}, "use top_logprobs"),
+        ("translate", {"input": "a", "stream": True}, "there is no field stream"),
     ],
 )
 def test_a_wrong_field_gets_the_right_one(client, path, body, right):
