@@ -100,6 +100,8 @@ def new_tokens(served: Served, given: int | None, samples: int) -> int:
 
 async def chat(served: Served, body: ChatRequest, request: Request) -> Response:
     served.generating()
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, f"top_logprobs={body.top_logprobs} needs logprobs=true", param="top_logprobs")
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top = None if not body.logprobs else 0 if body.top_logprobs is None else body.top_logprobs
     most = new_tokens(served, wanted, body.sampling.sequences)

@@ -223,6 +223,13 @@ def test_a_base_model_chats_by_the_plain_template(ai, lm):
     assert answer.usage.prompt_tokens == expected.prompt_tokens
 
 
+def test_the_likeliest_tokens_of_a_chat_need_logprobs(ai):
+    with pytest.raises(openai.BadRequestError, match="needs logprobs=true") as found:
+        ai.chat.completions.create(**CHAT, top_logprobs=2)
+    assert found.value.param == "top_logprobs"
+    assert ai.chat.completions.create(**CHAT, top_logprobs=0).choices[0].logprobs is None
+
+
 def test_a_chat_stream_is_the_whole_in_parts(ai):
     whole = ai.chat.completions.create(**CHAT, n=2, logprobs=True, top_logprobs=2)
     parts = list(ai.chat.completions.create(**CHAT, n=2, logprobs=True, top_logprobs=2, stream=True))
