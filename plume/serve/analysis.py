@@ -219,5 +219,5 @@ def translate(served: Served, body: schemas.TranslateRequest) -> dict[str, Any]:
 def check_model(served: Served, what: str, can: bool) -> None:
     """Refuse a request that the model's head is not made for."""
     if not can:
-        message = f"{served.name} has a {served.lm.head} head and does not {what}"
+        message = f"{served.name} {served.what} and does not {what}"
         raise ApiError(400, message, param="model", code="wrong_model")

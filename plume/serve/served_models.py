@@ -143,10 +143,15 @@ class Served:
     def idle(self) -> bool:
         return self.scheduler.idle
 
+    @property
+    def what(self) -> str:
+        """What kind of model it is, in words that follow its name."""
+        return "is an encoder-decoder" if self.lm.config.decoder_layers else f"has a {self.lm.head} head"
+
     def generating(self) -> Scheduler:
         if not self.generates:
-            what = f"has a {self.lm.head} head" if self.lm.head != "next-token" else "is an encoder-decoder"
-            raise ApiError(400, f"{self.name} does not generate text: it {what}", param="model", code="wrong_model")
+            message = f"{self.name} does not generate text: it {self.what}"
+            raise ApiError(400, message, param="model", code="wrong_model")
         return self.scheduler
 
     async def read(self, work: Callable[[], T], client: str, deadline: float) -> T:

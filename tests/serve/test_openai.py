@@ -488,6 +488,8 @@ def test_choices_and_translations_are_those_of_python(heads):
     assert again == [answer] * 6
     refused = client.post("/v1/translate", json=body | {"max_tokens": 3000})  # of each text; the server writes 4096
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
+    refused = client.post("/v1/score", json={"model": "seq2seq", "input": "a"})
+    assert refused.json()["error"]["message"] == "seq2seq is an encoder-decoder and does not predict tokens"
     for path, given in (("translate", {"input": "a"}), ("choose", {"input": "a", "choices": ["b", "c"]})):
         refused = client.post(f"/v1/{path}", json={"model": "pretrained", **given})
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "wrong_model"
