@@ -208,10 +208,12 @@ class ResponsesFormat:
         ]
 
     def update_events(self, generation: TextGeneration, text: GeneratedText, update: Update) -> list[str]:
-        if not update.text:
+        found = token_logprobs(generation, update.choices)
+        logprobs = found["content"] if found else []
+        if not update.text and not logprobs:
             return []
         place = {"output_index": 0, "item_id": f"msg_{generation.id}", "content_index": 0}
-        return [self._event("response.output_text.delta", {**place, "delta": update.text, "logprobs": []})]
+        return [self._event("response.output_text.delta", {**place, "delta": update.text, "logprobs": logprobs})]
 
     def last_events(self, generation: TextGeneration) -> list[str]:
         (text,) = generation.texts

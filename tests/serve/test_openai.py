@@ -319,6 +319,16 @@ def test_responses_equal_chat_and_stream_in_order(ai):
     assert events[-1].response.output_text == whole.output_text
 
 
+def test_a_stream_of_a_response_has_its_log_probabilities(ai):
+    options = {"model": "gpt", "input": "The robot", "max_output_tokens": 20, "top_logprobs": 2}
+    *_, last = events = list(ai.responses.create(**options, extra_body={"seed": 3}, stream=True))
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    assert [t.token for e in deltas for t in e.logprobs] == [
+        t.token for t in last.response.output[0].content[0].logprobs
+    ]
+    assert "".join(e.delta for e in deltas) == last.response.output_text
+
+
 def test_responses_are_stateless(ai):
     listed = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
     answer = ai.responses.create(model="gpt", input=listed, instructions="Be kind.", max_output_tokens=4)
