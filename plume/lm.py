@@ -231,7 +231,8 @@ class LM:
         """
         from plume.tasks.generate import translate
 
-        settings = with_options(SamplingConfig(beams=4, length_penalty=0.6) if config is None else config, options)
+        likeliest = SamplingConfig(beams=4, length_penalty=0.6, temperature=0.0)
+        settings = with_options(likeliest if config is None else config, options)
         if self.prompts is not None:
             return self.generate(for_each(source, self.prompts.prompt), settings)
         if not self.config.decoder_layers:

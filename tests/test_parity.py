@@ -45,6 +45,12 @@ def test_same_answers_as_transformers(family, head, tmp_path):
     torch.testing.assert_close(ours(tokens), their_answer(theirs, head, tokens), **CLOSE)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "bert", "roberta", "distilbert"])
+def test_a_stack_alone_has_no_output_weights(family, tmp_path):
+    bare = random_model(replace(FAMILIES[family], tie_embeddings=False), "bare")
+    open_in_transformers(save_model(bare, tmp_path / "model"))
+
+
 @pytest.mark.parametrize(("family", "head"), PAIRS)
 @torch.no_grad()
 def test_reads_what_transformers_writes(family, head, tmp_path):

@@ -194,6 +194,7 @@ def folder_tensors(model: Model) -> dict[str, FolderTensor]:
     assert not left, f"no rule for {list(left)}"
     if not config.tie_embeddings:  # then the class has a bias of its own beside the output table too
         twins = {second: theirs[first] for second, first in family.ties.items() if first in theirs}
+        twins.pop(family.output, None)  # a stack without a token head has none
         theirs = twins | theirs
     return dict(sorted(theirs.items(), key=lambda item: -item[1].dtype.itemsize))
 

@@ -196,7 +196,8 @@ class Batcher:
             self._keep(slot, 0)
         self._keep(slot, len(self.read[slot]))  # a step that was interrupted may have read more
         window = sequence.window
-        guesses = sequence.guesses(self.engine.capacity - len(window), self.cost, len(self.active))
+        room = self.engine.capacity - len(window) - 1  # the token behind the guesses is written too, and not beyond
+        guesses = sequence.guesses(room, self.cost, len(self.active))
         new = window[len(self.read[slot]) :] + guesses
         return Feed(slot, new, 1 + len(guesses)), guesses
 

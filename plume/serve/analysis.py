@@ -61,7 +61,7 @@ def text_fields(served: Served, ids: list[int]) -> dict[str, Any]:
 def score(served: Served, body: schemas.ScoreRequest) -> dict[str, Any]:
     check_model(served, "predict tokens", served.generates or served.masks)
     ids = served.tokens_of(body.input)
-    given = served.tokens_of(body.prompt) if body.prompt else []
+    given = served.tokens_of(body.prompt, field="prompt") if body.prompt else []
     lm = served.lm if served.generates else served.sliced_lm
     found = score_tokens(lm.scorer(), ids, given=given, stride=lm.config.context // 2)
     assert found.ranks is not None and found.entropies is not None
@@ -191,7 +191,7 @@ def choose(served: Served, body: schemas.ChooseRequest) -> dict[str, Any]:
 def next_sentence(served: Served, body: schemas.NextSentenceRequest) -> dict[str, Any]:
     """The probability that one sentence follows the other, of a model that was pretrained to tell."""
     check_model(served, "predict the next sentence", served.lm.head == "pretraining")
-    first, second = served.tokens_of(body.input), served.tokens_of(body.pair)
+    first, second = served.tokens_of(body.input), served.tokens_of(body.pair, field="pair")
     served.check_length(served.lm.tokenizer.add_special_tokens(first, second)[0])
     lm = served.sliced_lm
     follows, ids = outputs.next_sentence(lm.inference_model, lm.tokenizer, first, second)
@@ -219,5 +219,5 @@ def translate(served: Served, body: schemas.TranslateRequest) -> dict[str, Any]:
 def check_model(served: Served, what: str, can: bool) -> None:
     """Refuse a request that the model's head is not made for."""
     if not can:
-        message = f"{served.name} has a {served.lm.head} head and does not {what}"
+        message = f"{served.name} {served.what} and does not {what}"
         raise ApiError(400, message, param="model", code="wrong_model")

@@ -25,6 +25,7 @@ KINDS = {
     413: "invalid_request_error",
     429: "rate_limit_error",
 }
+TYPES = ("bool", "dict", "float", "int", "str")  # in pydantic's places of errors, beside names with brackets or dashes
 
 
 class ApiError(HTTPException):  # one of fastapi's, which it lets through while it reads a body
@@ -79,7 +80,7 @@ def invalid(error: RequestValidationError) -> ApiError:
     found = error.errors()
     first = next((e for e in found if not e["type"].endswith("_type")), found[0])
     parts = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-    place = [part for part in parts if part.isidentifier() or part.isdigit()]  # the others are names of types
+    place = [part for part in parts if (part.isidentifier() or part.isdigit()) and part not in TYPES]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first.get('ctx', {}).get('error', '')}", code="invalid_json")
     name = (first.get("ctx") or {}).get("field", place[0] if place else None)

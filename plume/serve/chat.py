@@ -100,6 +100,8 @@ def new_tokens(served: Served, given: int | None, samples: int) -> int:
 
 async def chat(served: Served, body: ChatRequest, request: Request) -> Response:
     served.generating()
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, f"top_logprobs={body.top_logprobs} needs logprobs=true", param="top_logprobs")
     wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     top = None if not body.logprobs else 0 if body.top_logprobs is None else body.top_logprobs
     most = new_tokens(served, wanted, body.sampling.sequences)
@@ -206,10 +208,12 @@ class ResponsesFormat:
         ]
 
     def update_events(self, generation: TextGeneration, text: GeneratedText, update: Update) -> list[str]:
-        if not update.text:
+        found = token_logprobs(generation, update.choices)
+        logprobs = found["content"] if found else []
+        if not update.text and not logprobs:
             return []
         place = {"output_index": 0, "item_id": f"msg_{generation.id}", "content_index": 0}
-        return [self._event("response.output_text.delta", {**place, "delta": update.text, "logprobs": []})]
+        return [self._event("response.output_text.delta", {**place, "delta": update.text, "logprobs": logprobs})]
 
     def last_events(self, generation: TextGeneration) -> list[str]:
         (text,) = generation.texts

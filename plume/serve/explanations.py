@@ -196,6 +196,7 @@ def embedding_parts(view: View, at: int) -> dict[str, Any]:
 def block_parts(view: View, layer: int, at: int) -> dict[str, Any]:
     """The parts of each sublayer by name. Those of attention are of the chosen head where it has its own."""
     seen, asked = view.seen, view.asked
+    seen.check("attention.weights", layer, asked.head, view.stack)
     kinds = [kind for kind in ("attention", "cross") if f"{view.stack}.{layer}.{kind}.q" in seen.sites]
     names = [f"{kind}.{part}" for kind in [*kinds, "mlp"] for part in ("input", "norm", "update", "sum", "output")]
     inner = [f"{kind}.{part}" for kind in kinds for part in ("q", "k", "v", "heads")]

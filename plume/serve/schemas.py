@@ -49,6 +49,7 @@ RENAMED = {  # names that people bring, and the field that is meant
     "no_repeat_ngram_size": "no_repeat_ngram",
     "top_n": "k",
     "second": "pair",
+    "logprobs": "top_logprobs",
 }
 
 
@@ -159,7 +160,7 @@ SAMPLING_LIMITS: dict[str, dict[str, Any]] = {  # what one request may cost; val
     "n": {"le": 128},
     "best_of": {"le": 128},
     "logprobs": {"le": 20},
-    "seed": {"ge": -(2**63), "lt": 2**63},
+    "seed": {"ge": -(2**63), "lt": 2**64},  # negative ones are answered as what they are modulo 2**64
     "stop": {},
     "stop_tokens": {"max_length": 1000},
     "logit_bias": {"max_length": 1000},
@@ -219,11 +220,12 @@ def read_sampling(given: Mapping[str, Any]) -> SamplingConfig:
         raise field_error(name if name in ADAPTERS else "sampling", str(error)) from None
 
 
-def sampling_schema(schema: dict[str, Any]) -> None:
+def sampling_schema(schema: dict[str, Any], request: type[Any]) -> None:
     """The sampling fields in the OpenAPI document."""
-    schema["properties"].pop("sampling", None)
+    known = request.names()
+    schema["properties"] = {name: value for name, value in schema["properties"].items() if name in known}
     for each in fields(SamplingConfig):
-        if each.name in ADAPTERS:
+        if each.name in ADAPTERS.keys() & known:
             described = {**ADAPTERS[each.name].json_schema(), "description": each.metadata["help"]}
             schema["properties"].setdefault(each.name, described)
 
@@ -233,21 +235,24 @@ class GenerationRequest(ApiRequest):
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, json_schema_extra=sampling_schema)
 
+    defaults: ClassVar[Mapping[str, Any]] = {}  # sampling fields whose default is not OpenAI's
+    left_out: ClassVar[frozenset[str]] = frozenset()  # fields of other requests that would have no effect on this one
+
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
 
     @classmethod
     def names(cls) -> set[str]:
-        return set(cls.model_fields) - {"sampling"} | ADAPTERS.keys()
+        return (set(cls.model_fields) | ADAPTERS.keys()) - {"sampling"} - cls.left_out
 
     @model_validator(mode="before")
     @classmethod
     def with_sampling(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        own = {name: given for name, given in value.items() if name not in cls.model_fields}
-        return {**value, "sampling": read_sampling(own)}
+        own = {n: given for n, given in value.items() if n not in cls.model_fields and given is not None}
+        return {**value, "sampling": read_sampling({**cls.defaults, **own})}
 
     @property
     def include_usage(self) -> bool:
@@ -307,6 +312,7 @@ class ChatRequest(GenerationRequest):
 
 
 class ResponsesRequest(GenerationRequest):
+    left_out: ClassVar[frozenset[str]] = frozenset(("n", "best_of", "logprobs"))
     without_effect: ClassVar[frozenset[str]] = SHARED_WITHOUT_EFFECT | {
         "access_programs", "context_management", "image", "include", "max_tool_calls", "reasoning", "text", "truncation"
     }  # fmt: skip
@@ -432,6 +438,9 @@ class NextSentenceRequest(ApiRequest):
 
 
 class TranslateRequest(GenerationRequest):
+    defaults: ClassVar[Mapping[str, Any]] = {"temperature": 0.0}
+    left_out: ClassVar[frozenset[str]] = frozenset(("stream", "stream_options", "n", "best_of", "logprobs"))
+
     input: PlainTexts
     max_tokens: int | None = Field(default=None, ge=1, le=100_000)
     beams: int = Field(default=4, ge=1, le=16)

@@ -143,10 +143,15 @@ class Served:
     def idle(self) -> bool:
         return self.scheduler.idle
 
+    @property
+    def what(self) -> str:
+        """What kind of model it is, in words that follow its name."""
+        return "is an encoder-decoder" if self.lm.config.decoder_layers else f"has a {self.lm.head} head"
+
     def generating(self) -> Scheduler:
         if not self.generates:
-            what = f"has a {self.lm.head} head" if self.lm.head != "next-token" else "is an encoder-decoder"
-            raise ApiError(400, f"{self.name} does not generate text: it {what}", param="model", code="wrong_model")
+            message = f"{self.name} does not generate text: it {self.what}"
+            raise ApiError(400, message, param="model", code="wrong_model")
         return self.scheduler
 
     async def read(self, work: Callable[[], T], client: str, deadline: float) -> T:
@@ -191,15 +196,17 @@ class Served:
 
         return spelled(self.lm.tokenizer, token)
 
-    def tokens_of(self, given: TextOrTokens | None, *, start: bool = False, special: bool = False) -> list[int]:
-        """The ids of a request's text. An empty one may stand for the start token."""
+    def tokens_of(
+        self, given: TextOrTokens | None, *, start: bool = False, special: bool = False, field: str = "input"
+    ) -> list[int]:
+        """The ids of a request's text in this field. An empty one may stand for the start token."""
         ids = self._encode(given, special) if isinstance(given, str) else list(given or ())
         if (wrong := max(ids, default=0)) >= self.vocabulary:
-            raise ApiError(400, f"token {wrong} is not in the vocabulary (0 to {self.vocabulary - 1})", param="input")
+            raise ApiError(400, f"token {wrong} is not in the vocabulary (0 to {self.vocabulary - 1})", param=field)
         if not ids and start:
             ids = self.lm.encode(None)
         if not ids:
-            raise ApiError(400, "the text is empty", param="input")
+            raise ApiError(400, "the text is empty", param=field)
         return ids
 
     def _encode(self, text: str, special: bool) -> list[int]:

@@ -217,6 +217,15 @@ def test_guessing_ahead_changes_nothing(trained_folder, fields, monkeypatch):
     lm.close()
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 6])
+def test_guessing_ahead_does_not_move_the_window(open_lm, tokens, monkeypatch):
+    monkeypatch.setattr(StepCost, "of_guess", lambda *_: 0.0)
+    lm = open_lm(EngineConfig(engine="torch"))
+    options = {"overflow": "slide", "max_new_tokens": 3 * lm.config.context, "ignore_eos": True, "temperature": 0}
+    plain = lm.generate("the a the b", **options)
+    assert lm.generate("the a the b", speculate="lookup", speculate_tokens=tokens, **options).tokens == plain.tokens
+
+
 def cost_of_steps(fixed=0.7, per_row=0.3):
     cost = StepCost()
     for rows in (1, 7, 1, 4, 2, 1):

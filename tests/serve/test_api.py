@@ -188,6 +188,19 @@ def test_mistakes_have_openais_shape(ai, fields, kind, message):
     assert set(caught.value.body) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("completions", {"prompt": [10**6]}, "prompt"),
+        ("score", {"input": "a", "prompt": [10**6]}, "prompt"),
+        ("score", {"input": [10**6], "prompt": "a"}, "input"),
+    ],
+)
+def test_the_field_of_a_wrong_token_is_named(client, path, body, field):
+    answer = client.post(f"/v1/{path}", json={"model": "gpt", **body})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+
+
 # ---- beyond OpenAI
 
 
@@ -321,6 +334,7 @@ def test_wrong_places_in_explanations_are_named(client):
         ({"layer": 9}, "layer=9"),
         ({"head": 9}, "head=9"),
         ({"view": "steps", "query": 99}, "query=99"),
+        ({"view": "walk", "head": 9}, "head=9"),
     ):
         body = {"model": "gpt", "input": PROMPT, "view": "attention"} | wrong
         answer = client.post("/v1/explain", json=body)

@@ -312,3 +312,10 @@ def test_a_wrong_value_of_a_field_of_several_types(kind, given, says):
     errors = [{**e, "loc": ("body", *e["loc"])} for e in caught.value.errors()]
     refused = invalid(RequestValidationError(errors))
     assert (refused.message, refused.param) == (says, "input")
+
+
+def test_a_wrong_layer_is_named_without_its_type():
+    with pytest.raises(ValidationError) as caught:
+        schemas.EmbeddingRequest.model_validate({"model": "m", "input": "a", "layers": "x"})
+    refused = invalid(RequestValidationError(caught.value.errors()))
+    assert refused.message.startswith("layers: Input should be a valid integer") and refused.param == "layers"

@@ -99,6 +99,9 @@ def test_ignored_fields_are_named_in_a_header(ai, server):
         ("completions", {"prompt": "a", "stop_sequences": ["x"]}, "use stop"),
         ("completions", {"prompt": "a", "no_repeat_ngram_size": 2}, "use no_repeat_ngram"),
         ("completions", {"prompt": "a", "temprature": 2}, "did you mean 'temperature'"),
+        ("responses", {"input": "a", "n": 2}, "there is no field n"),
+        ("responses", {"input": "a", "logprobs": 2}, "use top_logprobs"),
+        ("translate", {"input": "a", "stream": True}, "there is no field stream"),
     ],
 )
 def test_a_wrong_field_gets_the_right_one(client, path, body, right):
@@ -167,6 +170,13 @@ def test_the_sampled_token_is_always_among_the_top(ai):
             assert top[token] == logprob
 
 
+def test_the_seed_of_an_answer_can_be_sent_again(ai, lm):
+    body = {"model": "gpt", "prompt": "The robot", "max_tokens": 12}
+    first = ai.completions.create(**body, seed=-5).choices[0]
+    again = ai.completions.create(**body, seed=first.seed).choices[0]
+    assert first.text == again.text == lm.generate("The robot", max_new_tokens=12, top_k=None, seed=first.seed).text
+
+
 def test_logprobs_do_not_depend_on_the_other_sequences_in_the_batch(server):
     body = {"model": "gpt", "prompt": "The robot", "max_tokens": 16, "seed": 9, "logprobs": 3}
     (alone,) = httpx.post(f"{server.url}/v1/completions", json=body).json()["choices"]
@@ -211,6 +221,13 @@ def test_a_base_model_chats_by_the_plain_template(ai, lm):
     assert answer.choices[0].message.content == expected.text
     assert answer.choices[0].message.role == "assistant" and answer.object == "chat.completion"
     assert answer.usage.prompt_tokens == expected.prompt_tokens
+
+
+def test_the_likeliest_tokens_of_a_chat_need_logprobs(ai):
+    with pytest.raises(openai.BadRequestError, match="needs logprobs=true") as found:
+        ai.chat.completions.create(**CHAT, top_logprobs=2)
+    assert found.value.param == "top_logprobs"
+    assert ai.chat.completions.create(**CHAT, top_logprobs=0).choices[0].logprobs is None
 
 
 def test_a_chat_stream_is_the_whole_in_parts(ai):
@@ -300,6 +317,16 @@ def test_responses_equal_chat_and_stream_in_order(ai):
     assert kinds[-1] == f"response.{whole.status}" and kinds[-2] == "response.output_item.done"
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == whole.output_text
     assert events[-1].response.output_text == whole.output_text
+
+
+def test_a_stream_of_a_response_has_its_log_probabilities(ai):
+    options = {"model": "gpt", "input": "The robot", "max_output_tokens": 20, "top_logprobs": 2}
+    *_, last = events = list(ai.responses.create(**options, extra_body={"seed": 3}, stream=True))
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    assert [t.token for e in deltas for t in e.logprobs] == [
+        t.token for t in last.response.output[0].content[0].logprobs
+    ]
+    assert "".join(e.delta for e in deltas) == last.response.output_text
 
 
 def test_responses_are_stateless(ai):
@@ -471,6 +498,8 @@ def test_choices_and_translations_are_those_of_python(heads):
     assert again == [answer] * 6
     refused = client.post("/v1/translate", json=body | {"max_tokens": 3000})  # of each text; the server writes 4096
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "max_tokens"
+    refused = client.post("/v1/score", json={"model": "seq2seq", "input": "a"})
+    assert refused.json()["error"]["message"] == "seq2seq is an encoder-decoder and does not predict tokens"
     for path, given in (("translate", {"input": "a"}), ("choose", {"input": "a", "choices": ["b", "c"]})):
         refused = client.post(f"/v1/{path}", json={"model": "pretrained", **given})
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "wrong_model"
@@ -484,7 +513,7 @@ def test_a_gpt_fine_tuned_to_generate_translates_beside_others(models, serve_con
     (folder / "plume.json").write_text(json.dumps(about | {"task": {"kind": "generate", "length": 32}}))
     body = {"model": "tuned", "input": ["the robot", "once upon", "a house"], "max_tokens": 6, "beams": beams}
     lm = load(folder, engine="torch")
-    options = {"beams": beams, "length_penalty": 0.6, "max_new_tokens": 6, "top_k": None, "temperature": 0}
+    options = {"beams": beams, "max_new_tokens": 6}
     expected = [lm.translate(text, **options).text for text in body["input"]]
     config = replace(serve_config, models=(str(folder),), runs=None)
     with serving(config) as (_, client), ThreadPoolExecutor(4) as pool:
@@ -492,8 +521,7 @@ def test_a_gpt_fine_tuned_to_generate_translates_beside_others(models, serve_con
         with client.stream("POST", "/v1/completions", json=endless | stream) as beside:
             lines = beside.iter_lines()
             next(lines)
-            asked = body | {"temperature": 0}
-            answers = list(pool.map(lambda _: client.post("/v1/translate", json=asked), range(3)))
+            answers = list(pool.map(lambda _: client.post("/v1/translate", json=body), range(3)))
             assert [line for line in lines if line][-1] == "data: [DONE]"
     for answer in answers:
         assert answer.status_code == 200, answer.text
