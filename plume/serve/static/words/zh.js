@@ -25,11 +25,11 @@ export default {
   insteadOf: '“{token}” 的其他候选', branchOff: '选一个，从这里分支。', logprob: '对数概率 {x}', stopped: '已停止', writing: '正在生成',
 
   introSurprise: '每个词元的概率有多高？冷色：在模型的前几个候选之中。暖色：概率低。',
-  introSurprise2: '生成的文本大多是冷色；人写的文本惊异度更高。',
+  introSurprise2: '生成的文本大多是冷色；人写的文本惊异值更高。',
   byRank: '按名次', byProbability: '按概率', rank0: '第一猜', rank1: '前 10', rank2: '前 100', rank3: '前 1000', rank4: '更靠后',
-  p0: '≥ 50 %', p1: '≥ 10 %', p2: '≥ 1 %', p3: '≥ 0.1 %', p4: '更低', surprisal: '惊异度', entropy: '熵', bits: '每字节 {x} 比特',
+  p0: '≥ 50 %', p1: '≥ 10 %', p2: '≥ 1 %', p3: '≥ 0.1 %', p4: '更低', surprisal: '惊异值', entropy: '熵', bits: '每字节 {x} 比特',
   expected: '此处的预测', rankIs: '第 {n} 名', noExpectation: '第一个词元没有可供预测的上文。',
-  surprisalWhy: '惊异度 = −ln p', perplexityWhy: '困惑度 = exp(平均惊异度)', curvesTitle: '沿文本的惊异度与熵（奈特）',
+  surprisalWhy: '惊异值 = −ln p', perplexityWhy: '困惑度 = exp(平均惊异值)', curvesTitle: '沿文本的惊异值与熵（奈特）',
 
   introAttention: '每个小方块是一个头：一行是一个查询词元，一列是一个键词元。点击可放大。',
   introAttention2: '指向一行，看该词元关注哪些词元。点击它，可逐步查看从 q 到 v 的加权和的数值。',
