@@ -6,7 +6,7 @@ export default {
   rowOf: '任务的第几行', tours: '导览', toursTitle: '导览', toursWhy: '在你的模型和文本上，跨视图走几步。n 前进，b 后退。', tourNext: '下一步', tourBack: '上一步', tourEnd: '结束导览', repeatedText: 'The little robot saw the little girl, and the little robot saw the little girl again.',
   copyLink: '复制链接', copied: '已复制', close: '关闭',
   tokensOf: '{n} / {context} 个词元', perplexity: '困惑度 {x}', milliseconds: '{n} 毫秒',
-  engine: [['CPU engine', 'CPU 引擎'], [', ', '，'], [/(\w+) weights/, '$1 权重'], [', ', '，'], [/(\d+) threads/, '$1 线程'], [', ', '，'], [/(\w+) cache of (.+) per slot/, '每槽 $2 的 $1 缓存'], [/torch on (\w+)/, 'torch（$1）']],
+  engine: [['CPU engine', 'CPU 引擎'], [', ', '，'], [/(\w+) weights/, '$1 权重'], [', ', '，'], [/(\d+) threads?/, '$1 线程'], [', ', '，'], [/(\w+) cache of (.+) per slot/, '每槽 $2 的 $1 缓存'], [/torch on (\w+)/, 'torch（$1）']],
   opening: '正在读取模型列表……', cannot: '无法连接服务器。', keyNeeded: '此服务器需要 API 密钥。', keySend: '使用此密钥', notForModel: '此视图需要{what}，而 {model} 不是。',
   aCausal: '因果语言模型（GPT）', aMasked: '掩码语言模型（BERT）', aToken: '因果或掩码语言模型（GPT、BERT）', aHead: '带有输出头的模型',
   tooLong: '文本超出了模型 {n} 个词元的上下文。',
