@@ -403,6 +403,7 @@ def test_threads_follow_the_environment(random_model, monkeypatch):
     for threads, expected in ((None, 1), (2, 2)):
         engine = CpuEngine(packed, threads=threads)
         assert engine.threads == expected
+        assert f", {expected} thread{'s' if expected > 1 else ''}, " in engine.name
         engine.close()
 
 

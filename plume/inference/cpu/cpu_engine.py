@@ -18,6 +18,7 @@ from plume.inference.cpu.pack import Packed, Shape, aligned, reserved
 from plume.inference.cpu.panels import CACHE_BYTES, HEADER, KINDS, LANES, PANEL, Array, padded
 from plume.inference.cpu.sampling import Request, Workspace
 from plume.inference.engine import Feed, Logits
+from plume.util.console import plural
 from plume.util.devices import default_threads
 
 PATIENCE = 200_000  # rounds that a helper waits for the next step before it sleeps: a few milliseconds
@@ -104,7 +105,7 @@ class CpuEngine:
         self.lengths = np.zeros(slots, np.int64)
         self._allocate(CACHE_BYTES[cache if packed.generates else "float32"])
         size = f", {cache} cache of {self.slot_bytes / 1e6:.1f} MB per slot" if packed.generates else ""
-        self.name = f"CPU engine, {packed.precision} weights, {self.threads} threads{size}"
+        self.name = f"CPU engine, {packed.precision} weights, {plural(self.threads, 'thread')}{size}"
         self._table = np.where(packed.offsets < 0, 0, packed.offsets + packed.block.ctypes.data)
         self._job = aligned(pack.JOB_SIZE, np.int64)
         self._tokens, self._slots, self._positions, self._wanted = (np.zeros(rows, np.int64) for _ in range(4))

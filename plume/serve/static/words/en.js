@@ -5,7 +5,7 @@ export default {
   next: 'Next', write: 'Write', walk: 'Walk', attention: 'Attention', layers: 'Layers', cause: 'Cause', attribution: 'Attribution', surprise: 'Surprise', masks: 'Masks', tokens: 'Tokens', runs: 'Runs',
   rowOf: 'row of the task', tours: 'Tours', toursTitle: 'Guided tours', toursWhy: 'A few steps over the views, on your model and your text. n: next step, b: back.', tourNext: 'Next', tourBack: 'Back', tourEnd: 'End the tour', repeatedText: 'The little robot saw the little girl, and the little robot saw the little girl again.',
   copyLink: 'copy link', copied: 'copied', close: 'Close',
-  tokensOf: '{n} / {context} tokens', perplexity: 'perplexity {x}', milliseconds: '{n} ms', engine: [[/\b1 threads/, '1 thread']],
+  tokensOf: '{n} / {context} tokens', perplexity: 'perplexity {x}', milliseconds: '{n} ms', engine: [],
   opening: 'Loading the list of models …', cannot: 'The server cannot be reached.', keyNeeded: 'This server needs an API key.', keySend: 'Use this key', notForModel: 'This view needs {what}; {model} is not one.',
   aCausal: 'a causal language model (GPT)', aMasked: 'a masked language model (BERT)', aToken: 'a causal or masked language model (GPT, BERT)', aHead: 'a model with a head',
   tooLong: 'The text is longer than the model’s context of {n} tokens.',

@@ -6,7 +6,7 @@ export default {
   rowOf: '任务的第几行', tours: '导览', toursTitle: '导览', toursWhy: '在你的模型和文本上，跨视图走几步。n 前进，b 后退。', tourNext: '下一步', tourBack: '上一步', tourEnd: '结束导览', repeatedText: 'The little robot saw the little girl, and the little robot saw the little girl again.',
   copyLink: '复制链接', copied: '已复制', close: '关闭',
   tokensOf: '{n} / {context} 个词元', perplexity: '困惑度 {x}', milliseconds: '{n} 毫秒',
-  engine: [['CPU engine', 'CPU 引擎'], [', ', '，'], [/(\w+) weights/, '$1 权重'], [', ', '，'], [/(\d+) threads/, '$1 线程'], [', ', '，'], [/(\w+) cache of (.+) per slot/, '每槽 $2 的 $1 缓存'], [/torch on (\w+)/, 'torch（$1）']],
+  engine: [['CPU engine', 'CPU 引擎'], [', ', '，'], [/(\w+) weights/, '$1 权重'], [', ', '，'], [/(\d+) threads?/, '$1 线程'], [', ', '，'], [/(\w+) cache of (.+) per slot/, '每槽 $2 的 $1 缓存'], [/torch on (\w+)/, 'torch（$1）']],
   opening: '正在读取模型列表……', cannot: '无法连接服务器。', keyNeeded: '此服务器需要 API 密钥。', keySend: '使用此密钥', notForModel: '此视图需要{what}，而 {model} 不是。',
   aCausal: '因果语言模型（GPT）', aMasked: '掩码语言模型（BERT）', aToken: '因果或掩码语言模型（GPT、BERT）', aHead: '带有输出头的模型',
   tooLong: '文本超出了模型 {n} 个词元的上下文。',
@@ -25,11 +25,11 @@ export default {
   insteadOf: '“{token}” 的其他候选', branchOff: '选一个，从这里分支。', logprob: '对数概率 {x}', stopped: '已停止', writing: '正在生成',
 
   introSurprise: '每个词元的概率有多高？冷色：在模型的前几个候选之中。暖色：概率低。',
-  introSurprise2: '生成的文本大多是冷色；人写的文本惊异度更高。',
+  introSurprise2: '生成的文本大多是冷色；人写的文本惊异值更高。',
   byRank: '按名次', byProbability: '按概率', rank0: '第一猜', rank1: '前 10', rank2: '前 100', rank3: '前 1000', rank4: '更靠后',
-  p0: '≥ 50 %', p1: '≥ 10 %', p2: '≥ 1 %', p3: '≥ 0.1 %', p4: '更低', surprisal: '惊异度', entropy: '熵', bits: '每字节 {x} 比特',
+  p0: '≥ 50 %', p1: '≥ 10 %', p2: '≥ 1 %', p3: '≥ 0.1 %', p4: '更低', surprisal: '惊异值', entropy: '熵', bits: '每字节 {x} 比特',
   expected: '此处的预测', rankIs: '第 {n} 名', noExpectation: '第一个词元没有可供预测的上文。',
-  surprisalWhy: '惊异度 = −ln p', perplexityWhy: '困惑度 = exp(平均惊异度)', curvesTitle: '沿文本的惊异度与熵（奈特）',
+  surprisalWhy: '惊异值 = −ln p', perplexityWhy: '困惑度 = exp(平均惊异值)', curvesTitle: '沿文本的惊异值与熵（奈特）',
 
   introAttention: '每个小方块是一个头：一行是一个查询词元，一列是一个键词元。点击可放大。',
   introAttention2: '指向一行，看该词元关注哪些词元。点击它，可逐步查看从 q 到 v 的加权和的数值。',
