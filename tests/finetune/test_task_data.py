@@ -93,8 +93,8 @@ def test_usual_names_in_capitals(tmp_path):
 def test_what_is_wrong_with_a_csv_is_said_with_its_remedy(tmp_path):
     lines = [f"schöner Film {n},{'gut' if n % 2 else 'übel'}" for n in range(20)]
     (tmp_path / "latin.csv").write_text("\n".join(["text,label", *lines]), encoding="latin-1")
-    with pytest.raises(UserError, match="line 2: not utf-8 text; encoding=gb18030, latin-1"):
-        load_task(TaskConfig(train=str(tmp_path / "latin.csv")))
+    with pytest.raises(UserError, match=r"line 2: not utf-8 text; encoding=cp1252 \(Windows\), gb18030"):
+        load_task(TaskConfig(train=str(tmp_path / "latin.csv")))  # latin-1 would read its quotation marks as controls
     assert load_task(TaskConfig(train=str(tmp_path / "latin.csv"), encoding="latin-1")).labels == ("gut", "übel")
     with pytest.raises(UserError, match="encoding='utf-9' is not known"):
         TaskConfig(train="any.csv", encoding="utf-9")
@@ -160,7 +160,7 @@ def test_conll_files_with_a_byte_order_mark_or_in_another_encoding(tmp_path):
     data = load_task(TaskConfig(train=str(path), validation=str(path)))
     assert data.train[0].fields["words"] == ["Zoë", "sings"] and data.train[0].label == ["PROPN", "VERB"]
     path.write_text(word * 3, encoding="latin-1")
-    with pytest.raises(UserError, match=r"a\.conllu line 1: not utf-8 text; encoding=gb18030"):
+    with pytest.raises(UserError, match=r"a\.conllu line 1: not utf-8 text; encoding=cp1252"):
         load_task(TaskConfig(train=str(path)))
     for encoding in ("latin-1", "utf-16"):
         path.write_text(word * 3, encoding=encoding)
