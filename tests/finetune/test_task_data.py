@@ -103,6 +103,8 @@ def test_what_is_wrong_with_a_csv_is_said_with_its_remedy(tmp_path):
     assert len(load_task(TaskConfig(train=str(tmp_path / "bare.csv"), header=("text", "label"))).train) == 18
     with pytest.raises(UserError, match=r"another column than 'b': --task.columns.label NAME"):
         load_task(TaskConfig(train=rows(tmp_path / "one.csv", "a,b", *[f"some text {n},2" for n in range(20)])))
+    with pytest.raises(UserError, match="no column found for the label of a classify task; it has 'text'; add one"):
+        load_task(TaskConfig(train=rows(tmp_path / "texts.csv", "text", *[f"some text {n}" for n in range(20)])))
     with pytest.raises(UserError, match="no column found for the label of a classify task; it has 'text', 'Nr'"):
         load_task(TaskConfig(train=rows(tmp_path / "none.csv", "text,Nr", *[f"some text {n},{n}" for n in range(20)])))
     with pytest.raises(UserError, match="20 rows with 2 different texts: too few to hold some out"):
