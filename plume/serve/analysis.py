@@ -61,7 +61,7 @@ def text_fields(served: Served, ids: list[int]) -> dict[str, Any]:
 def score(served: Served, body: schemas.ScoreRequest) -> dict[str, Any]:
     check_model(served, "predict tokens", served.generates or served.masks)
     ids = served.tokens_of(body.input)
-    given = served.tokens_of(body.prompt) if body.prompt else []
+    given = served.tokens_of(body.prompt, param="prompt") if body.prompt else []
     lm = served.lm if served.generates else served.sliced_lm
     found = score_tokens(lm.scorer(), ids, given=given, stride=lm.config.context // 2)
     assert found.ranks is not None and found.entropies is not None

@@ -140,7 +140,7 @@ class TextGeneration:
                 self.texts.append(text)
 
     def prompt_tokens(self, given: TextOrTokens | None) -> list[int]:
-        return self.served.tokens_of(given, start=True)
+        return self.served.tokens_of(given, start=True, param="prompt")
 
     def _schedule(self, text: GeneratedText, tokens: list[int], seed: int, sample: int) -> ScheduledSequence:
         def report(update: Update) -> None:

@@ -191,15 +191,17 @@ class Served:
 
         return spelled(self.lm.tokenizer, token)
 
-    def tokens_of(self, given: TextOrTokens | None, *, start: bool = False, special: bool = False) -> list[int]:
-        """The ids of a request's text. An empty one may stand for the start token."""
+    def tokens_of(
+        self, given: TextOrTokens | None, *, start: bool = False, special: bool = False, param: str = "input"
+    ) -> list[int]:
+        """The ids of a request's text, the field `param`. An empty one may stand for the start token."""
         ids = self._encode(given, special) if isinstance(given, str) else list(given or ())
         if (wrong := max(ids, default=0)) >= self.vocabulary:
-            raise ApiError(400, f"token {wrong} is not in the vocabulary (0 to {self.vocabulary - 1})", param="input")
+            raise ApiError(400, f"token {wrong} is not in the vocabulary (0 to {self.vocabulary - 1})", param=param)
         if not ids and start:
             ids = self.lm.encode(None)
         if not ids:
-            raise ApiError(400, "the text is empty", param="input")
+            raise ApiError(400, "the text is empty", param=param)
         return ids
 
     def _encode(self, text: str, special: bool) -> list[int]:
