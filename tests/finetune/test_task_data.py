@@ -310,6 +310,9 @@ def test_answers_of_a_span_in_every_form(tmp_path):
     path.write_text(json.dumps({"context": context, "question": "Where?", "answers": [5]}) + "\n")
     with pytest.raises(UserError, match="line 1: the answer 5 is neither a text nor a start"):
         load_task(TaskConfig(kind="span", train=str(path)))
+    path.write_text(json.dumps({"context": context, "question": "Where?", "answers": "Rome"}) + "\n")
+    with pytest.raises(UserError, match="line 1: the answer 'Rome' is not in its context; correct it"):
+        load_task(TaskConfig(kind="span", train=str(path)))
 
 
 def test_half_of_a_character_is_refused_with_its_line(tmp_path):
