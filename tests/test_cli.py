@@ -173,6 +173,20 @@ def test_a_verb_typed_in_a_shell_ends_with_code_2(here):
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("words", [["--version"], ["--help"]], ids=["shorter than the buffer", "longer"])
+def test_output_onto_a_full_disk_is_one_message(words):
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "plume", *words]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, "plume: output: No space left on device\n")
+
+
+def test_a_closed_standard_output_is_no_error(here, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["generate", "plume-en", "A", "--max-new-tokens", "2"]) == 0
+
+
 def test_a_folder_made_elsewhere_is_imported(capsys, here):
     from plume.config import TokenizerConfig
     from plume.text import train_tokenizer

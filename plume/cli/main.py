@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -347,13 +349,21 @@ def run_command(words: Words) -> None:
             COMMANDS[name](rest, flags)
 
 
+def discard_output() -> None:
+    """What could not be written is still buffered, and would fail again when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Run a command. A user's mistake ends it with one message and code 2; a traceback means a defect of Plume."""
     words = sys.argv[1:] if words is None else list(words)
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a pipe of Windows takes no other letters than its own
+    if sys.stdout is None:  # closed, as by some schedulers
+        sys.stdout = io.StringIO()
     try:
         run_command(words)
+        sys.stdout.flush()
     except UserError as error:
         tell(f"plume: {error}", sys.stderr)
         if " ".join(words) in KNOWN:
@@ -366,9 +376,11 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stderr.close()  # the reader of the output has gone
         return 1
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        tell(f"plume: {error.filename}: {error.strerror}", sys.stderr)
+        tell(f"plume: {error.filename or 'output'}: {error.strerror}", sys.stderr)
+        if error.filename is None:
+            discard_output()
         return 2
     return 0
 

@@ -286,7 +286,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        raise UserError(f"there is no recipe {path}") from None
+        raise UserError(f"there is no file {path}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not TOML: {error}") from None
 

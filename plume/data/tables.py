@@ -410,7 +410,7 @@ def next_record(
 
 def wrong_encoding(encoding: str) -> str:
     """Why a text cannot be read, and what can be done about it."""
-    return f"not {encoding} text; encoding=gb18030, latin-1, ... names another"
+    return f"not {encoding} text; encoding=cp1252 (Windows), gb18030, ... names another"
 
 
 def delimiter(line: str) -> str:

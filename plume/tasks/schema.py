@@ -157,9 +157,11 @@ def _check_label_column(kind: type[TaskKind], columns: Mapping[str, str], rows: 
     label, there = kind.label_field, list(rows[0])
     column = columns.get(label)
     if column is None and kind.needs_label:
+        free = [name for name in there if name not in columns.values()]
+        advice = f"name it, for example --task.columns.{label} {free[-1]!r}" if free else "add one"
         raise UserError(
-            f"{path}: no column found for the {label} of a {kind.name} task; it has {', '.join(map(repr, there))}; "
-            f"name it, for example --task.columns.{label} {there[-1]!r}"
+            f"{path}: no column found for the {label} of a {kind.name} task; "
+            f"it has {', '.join(map(repr, there))}; {advice}"
         )
     if column is not None and any(row.get(column) == column for row in rows):
         names = [next((f for f, c in columns.items() if c == name), f"column{i}") for i, name in enumerate(there, 1)]

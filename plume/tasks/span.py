@@ -84,7 +84,8 @@ class SpanTask(TaskKind):
         spans = [(start, text) for start, text in (_span(one, context) for one in value) if text.strip()]
         for start, text in spans:
             if start < 0 or context[start : start + len(text)] != text:
-                raise UserError(f"the answer {text!r} is not at character {start} of its context")
+                place = "in its context" if start < 0 else f"at character {start} of its context"
+                raise UserError(f"the answer {text!r} is not {place}")
         return spans
 
     @classmethod

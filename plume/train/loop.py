@@ -36,7 +36,7 @@ from plume.train.first_weights import FirstWeights
 from plume.train.microbatches import Batches, Microbatches, Seekable
 from plume.train.optim import Optimizers, rate, same_mesh, total_norm, whole
 from plume.train.training_log import TrainingLog
-from plume.util.console import plural
+from plume.util.console import leave_terminal, plural
 from plume.util.devices import Precision, is_out_of_memory
 from plume.util.run_folder import CHECKPOINTS
 
@@ -451,16 +451,25 @@ class Trainer:
 
     @contextmanager
     def stopping(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C end the run after the step under way, with a checkpoint; a second one ends it at once."""
+        """SIGTERM, Ctrl-C and a terminal that is closed end the run after the step under way, with a checkpoint.
+
+        A second SIGTERM or Ctrl-C ends it at once. A closed terminal sends several signals.
+        """
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        hangup = getattr(signal, "SIGHUP", None)  # Windows has none
+        if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:  # nohup ignores it
+            numbers.append(hangup)
 
         def request_stop(number: int, frame: FrameType | None) -> None:
-            if self.stop_requested:
+            if number == hangup:
+                leave_terminal()
+            elif self.stop_requested:
                 raise KeyboardInterrupt
             self.stop_requested = True
 
         kept = {}
         try:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 kept[number] = signal.signal(number, request_stop)
         except ValueError:  # not the main thread: whoever runs us there handles signals
             yield

@@ -106,10 +106,11 @@ class RunResult:
         kind = "loss" if self.outcome.validation is None else "validation loss"
         first, *others = self.outcome.parts.items() if self.outcome.parts else [(kind, loss)]
         name = f"{kind} of {first[0]} tokens" if others else kind
+        shown = "not logged yet" if math.isnan(first[1]) else f"{first[1]:.4f}"
         more = "".join(f", {other.replace('_', ' ')} {value:.4f}" for other, value in others)
         return (
             f"{end} at step {self.outcome.step}, {self.outcome.tokens:,} tokens, {clock(self.outcome.seconds)}: "
-            f"{name} {first[1]:.4f} (token frequencies alone {self.unigram:.4f}, uniform {self.uniform:.4f}){more}\n"
+            f"{name} {shown} (token frequencies alone {self.unigram:.4f}, uniform {self.uniform:.4f}){more}\n"
             f"model: {self.model}"
         )
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -60,6 +63,14 @@ def tell(text: str, stream: TextIO | None = None) -> None:
         print(text, file=stream, flush=True)
         return
     terminal(stream).print(harmless(text))
+
+
+def leave_terminal() -> None:
+    """Print no more to a terminal that was closed: every write to it would fail. Files and pipes stay."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # closed, or no file at all
+            if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def plural(count: float, noun: str) -> str:

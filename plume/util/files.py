@@ -36,7 +36,7 @@ def room_on_disk(path: Path) -> Iterator[None]:
             raise
         raise UserError(
             f"the disk is full: {path.name} could not be written to {path.parent.resolve()}. What was finished is "
-            "kept: free some space and run the same command again to continue"
+            "kept: free some space and run the same command again to continue, with --resume if it is a training"
         ) from error
 
 

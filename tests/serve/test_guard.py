@@ -76,7 +76,7 @@ def test_settings_are_checked(fields, word):
         ServeConfig(models=("x",), **fields)
 
 
-def test_models_get_names(tmp_path):
+def test_models_get_names(tmp_path, monkeypatch):
     (tmp_path / "a" / "demo").mkdir(parents=True)
     assert named((str(tmp_path / "a" / "demo"), "gpt2", f"mine={tmp_path}")) == {
         "demo": str(tmp_path / "a" / "demo"),
@@ -85,6 +85,10 @@ def test_models_get_names(tmp_path):
     }
     with pytest.raises(UserError, match="two models"):
         named(("x/demo", "demo=y", "demo=z"))
+    (tmp_path / "latest").symlink_to(tmp_path / "a" / "demo")
+    monkeypatch.chdir(tmp_path / "a" / "demo")
+    assert list(named((str(tmp_path / "latest"),))) == ["latest"]
+    assert list(named((".",))) == ["demo"]
     with pytest.raises(UserError, match="no model given"):
         named(())
     (tmp_path / "lr=3e-4").mkdir()

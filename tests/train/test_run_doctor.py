@@ -1,6 +1,7 @@
 """`plume doctor RUN`: broken runs get their cause named, healthy ones no alarm."""
 
 import hashlib
+import math
 import random
 from dataclasses import replace
 
@@ -90,6 +91,11 @@ def test_an_interrupt_ends_all_short_trainings(tmp_path, monkeypatch):
     config = PretrainConfig(folder=tmp_path, model=PRESETS["gpt2-char"], train=TRAIN)
     with pytest.raises(KeyboardInterrupt):
         run_doctor.probe_loss(config, tmp_path, 1.0, 20)
+
+
+def test_a_run_that_stopped_before_its_first_log_line_shows_no_loss(tmp_path):
+    stopped = RunResult(tmp_path, Outcome(4, False, math.nan, None, {}, None, 8192, 18.0), 6.0, 4.8)
+    assert "0:18: loss not logged yet (token frequencies alone 4.8000" in stopped.summary()
 
 
 def test_data_that_is_gone_is_named(tmp_path):

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -375,18 +376,41 @@ def test_other_errors_are_not_taken_for_memory(tmp_path: Path) -> None:
         toy_trainer(tmp_path, CONFIG, objective=objective).run(resume=False)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_and_ends(tmp_path: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     def send(step: int) -> None:
         if step == 2:
-            os.kill(os.getpid(), number)
+            for _ in range(2 if number == signal.SIGHUP else 1):  # the system's and the shell's
+                os.kill(os.getpid(), number)
 
+    monkeypatch.setattr("plume.train.loop.leave_terminal", lambda: None)  # it is that of the tests
     before = signal.getsignal(number)
     trainer = toy_trainer(tmp_path, CONFIG, before_step=send)
     outcome = trainer.run(resume=False)
     assert not outcome.finished and outcome.step == 3
     assert trainer.checkpoints.latest() == 3
     assert signal.getsignal(number) == before
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        trainer = toy_trainer(tmp_path, CONFIG, before_step=lambda step: os.kill(os.getpid(), signal.SIGHUP))
+        assert trainer.run(resume=False).finished
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_what_is_printed_to_a_closed_terminal_is_dropped() -> None:
+    terminal, side = os.openpty()
+    code = "import sys; from plume.util.console import leave_terminal; sys.stdin.readline(); leave_terminal(); "
+    command = [sys.executable, "-c", code + "print('lost', flush=True); print('kept', file=sys.stderr)"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=side, stderr=pipe, text=True) as process:
+        os.close(side)
+        os.close(terminal)
+        assert process.communicate("closed\n")[1] == "kept\n"
+    assert process.returncode == 0
 
 
 def test_validation_is_the_same_each_time_and_leaves_no_trace(tmp_path: Path) -> None:
