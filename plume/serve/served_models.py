@@ -331,7 +331,7 @@ class ServedModels:
             if lm.head == "next-token" and not lm.config.decoder_layers:
                 lm.generate([0], max_new_tokens=2, ignore_eos=True)  # compiles what no cache has, before clients wait
             folder, step = split_reference(place)
-            run = folder.name if is_run(folder) else None
+            run = folder.resolve().name if is_run(folder) else None
             served = self._open[name] = Served(name, Origin(place, run=run, step=step), lm, self.config)
             served.spell(lm.tokenizer.encode("a")[0])  # what a first request would import or build
             served.about()
@@ -453,7 +453,8 @@ def name_and_place(given: str) -> tuple[str, str]:
     """NAME=PLACE taken apart. An existing path or RUN@STEP is a place alone."""
     folder, step = split_reference(given)
     if folder.exists():
-        return folder.resolve().name + ("" if step is None else f"@{step}"), given
+        name = folder.resolve().name if folder.name in ("", "..") else folder.name  # a link has a name of its own
+        return name + ("" if step is None else f"@{step}"), given
     name, equals, place = given.partition("=")
     return name, place if equals else given
 

@@ -367,12 +367,8 @@ def make_task(config: PretrainConfig, model: Model, tokenizer: Tokenizer, data: 
         sample = samples.continuation(tokenizer, config.train)
     elif validation is not None:
         row = validation.samples.take(0, 1)
-        masked = config.objective.kind.startswith("masked")
-        sample = (
-            samples.filled_gaps(tokenizer, row)
-            if masked
-            else samples.translation(tokenizer, row, config.train.sample_tokens)
-        )
+        translation = samples.translation(tokenizer, row, config.train.sample_tokens)
+        sample = samples.filled_gaps(tokenizer, row) if config.objective.kind.startswith("masked") else translation
     return Task(
         model=model,
         objective=objective_of(config),

@@ -237,7 +237,7 @@ def test_answers_whose_lists_do_not_fit_are_named(tmp_path, answers):
     ("content", "says"),
     [
         ({"data": 5}, "^[^:]* is not a SQuAD file: its data is not a list$"),
-        ({"data": [{"paragraphs": [{"context": "a", "qas": ["who?"]}]}]}, "is not a SQuAD file: AttributeError"),
+        ({"data": [{"paragraphs": [{"context": "a", "qas": ["who?"]}]}]}, "is not a SQuAD file: TypeError"),
     ],
 )
 def test_a_file_that_is_no_squad_is_named_once(tmp_path, content, says):
