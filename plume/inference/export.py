@@ -137,6 +137,12 @@ def refuse_gguf(config: ModelConfig, tokenizer: Tokenizer) -> None:
         raise UserError(f"llama.cpp's gpt2 has no {', '.join(other)}; format=onnx takes any causal model")
 
 
+def precision_of(tensor: str, config: ModelConfig, precision: str) -> str:
+    """As in the CPU engine: with four bits, a token table and output weights of their own keep eight."""
+    two_tables = not config.tie_embeddings and tensor in ("token_embd.weight", "output.weight")
+    return "int8" if precision == "int4" and two_tables else precision
+
+
 def write_gguf(model: Model, tokenizer: Tokenizer, path: Path, precision: str, name: str) -> None:
     try:
         import gguf
@@ -151,20 +157,20 @@ def write_gguf(model: Model, tokenizer: Tokenizer, path: Path, precision: str, n
     writer.add_feed_forward_length(c.ffn_width)
     writer.add_head_count(c.heads)
     writer.add_layer_norm_eps(c.norm_eps)
-    tensor_type, file_type = GGUF_TYPES[precision]
-    writer.add_file_type(gguf.LlamaFileType[file_type])
+    writer.add_file_type(gguf.LlamaFileType[GGUF_TYPES[precision][1]])
     _write_vocabulary(writer, tokenizer, c, gguf)
-    kind = gguf.GGMLQuantizationType[tensor_type]
     for tensor_name, tensor in gguf_tensors(model):
+        own = precision_of(tensor_name, c, precision)
+        kind = gguf.GGMLQuantizationType[GGUF_TYPES[own][0]]
         if tensor.ndim == 1 or tensor_name == "position_embd.weight" or kind == gguf.GGMLQuantizationType.F32:
             writer.add_tensor(tensor_name, tensor.astype(np.float32))
         else:
-            if precision in ("int8", "int4") and tensor.shape[-1] % 32:
+            if own in ("int8", "int4") and tensor.shape[-1] % 32:
                 raise UserError(
-                    f"precision={precision}, GGUF's {tensor_type.lower()}, needs widths that are multiples of 32, but "
+                    f"precision={precision}, GGUF's {kind.name.lower()}, needs widths that are multiples of 32, but "
                     f"{tensor_name} has {tensor.shape[-1]}; float16 takes any"
                 )
-            data = iq4_blocks(tensor) if precision == "int4" else gguf.quants.quantize(tensor, kind)
+            data = iq4_blocks(tensor) if own == "int4" else gguf.quants.quantize(tensor, kind)
             writer.add_tensor(tensor_name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

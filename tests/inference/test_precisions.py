@@ -237,13 +237,14 @@ def test_int4_engine_gives_the_logits_of_its_levels(random_model):
     assert near < 0.3 * np.square(ours - whole).mean() ** 0.5, "the weights' rounding is what shows"
 
 
-def test_int4_keeps_eight_bits_of_rows_that_are_only_looked_up(random_model):
-    """An output of its own: the token table is rounded to bytes at most, the rest as GGUF's package reads it."""
+@pytest.mark.parametrize("kept", ["body.embed.tokens.weight", "head.output.weight"])
+def test_int4_keeps_eight_bits_of_output_weights_of_their_own_and_of_the_token_table_then(random_model, kept):
+    """They are rounded to bytes at most, the rest as GGUF's package reads it."""
     gguf = pytest.importorskip("gguf", reason="the gguf package reads IQ4_NL")
     model = random_model(tie_embeddings=False)
-    table = model.body.embed.tokens.weight
+    table, tables = model.get_parameter(kept), (model.body.embed.tokens.weight, model.head.output.weight)
     with torch.no_grad():
-        table.mul_(50)  # so that it is what hidden states are made of
+        tables[0].mul_(50)  # so that it is what hidden states are made of
     ours = engine_logits(pack(model, "int4"))
 
     def levels(weight):
@@ -251,7 +252,7 @@ def test_int4_keeps_eight_bits_of_rows_that_are_only_looked_up(random_model):
 
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2 and "positions" not in name and weight is not table:
+            if weight.ndim == 2 and "positions" not in name and all(weight is not each for each in tables):
                 weight.copy_(levels(weight))
         whole_rows = torch_logits(model)
         table.copy_(levels(table))

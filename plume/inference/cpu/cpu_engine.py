@@ -163,7 +163,7 @@ class CpuEngine:
             post_norm=int(c.norm == "post"),
             activation={"gelu_tanh": pack.GELU_TANH, "gelu": pack.GELU, "relu": pack.RELU}[c.activation],
             kind=KINDS[self.packed.precision],
-            token_kind=KINDS[pack.rows_precision(c, self.packed.precision, self.packed.generates)],
+            table_kind=KINDS[pack.table_precision(c, self.packed.precision, self.packed.generates)],
             int8=int(self.packed.precision in ("int8", "int4")),
             capacity=capacity,
             threads=self.threads,

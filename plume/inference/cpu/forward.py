@@ -256,7 +256,7 @@ def embed(shape: Shape, table: Any, token: int, position: int, out: int) -> None
     width = shape.width
     x = carray(lanes.floats_at(out), (width,))
     at = table[shape.layers * pack.PER_LAYER :]
-    gather(shape.token_kind, at[pack.TOKENS], width, token, out)
+    gather(shape.table_kind, at[pack.TOKENS], width, token, out)
     places = carray(lanes.floats_at(at[pack.POSITIONS]), (1 + (position + 1) * width,))
     factor, row = places[0], 1 + position * width
     for i in range(width):
@@ -460,9 +460,9 @@ def head(shape: Shape, table: Any, job: int, thread: int, wanted: Any, rows: int
         return meetings
     values, stride = (shape.codes, shape.codes_stride) if shape.int8 else (act, shape.width_stride)
     begin, end = share(shape.vocab, thread, threads)
-    panel = shape.panels + thread * shape.panel_bytes
+    panel, kind = shape.panels + thread * shape.panel_bytes, shape.table_kind
     multiply_panels(
-        shape.kind, at[pack.HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride, panel
+        kind, at[pack.HEAD], depth, begin, end, values, stride, rows, 0, shape.logits, shape.logits_stride, panel
     )
     return meet(job, threads, meetings)
 

@@ -30,13 +30,11 @@ def nearest(value: Any) -> Any:
 
 @entry
 def fit(groups: Any, scales: Any) -> None:
-    """The scale of each group that loses least, in squares weighted by the weights' own."""
+    """The scale of each group with the smallest sum of squared errors."""
     for g in range(groups.shape[0]):
-        largest, importance = ZERO, ZERO
+        largest = ZERO
         for i in range(SMALL_GROUP):
-            importance += groups[g, i] * groups[g, i]
             largest = groups[g, i] if abs(groups[g, i]) > abs(largest) else largest
-        importance /= np.float32(SMALL_GROUP)
         best, scales[g] = ZERO, ZERO
         if abs(largest) < np.float32(1e-30):
             continue
@@ -47,9 +45,8 @@ def fit(groups: Any, scales: Any) -> None:
             for i in range(SMALL_GROUP):
                 x = groups[g, i]
                 level = FINE[nearest(x * inverse)]
-                weight = importance + x * x
-                both += weight * x * level
-                square += weight * level * level
+                both += x * level
+                square += level * level
             if both * both > best * square:
                 scales[g], best = both / square, both * both / square
 

@@ -32,7 +32,7 @@ from plume.util.places import user_cache
 if TYPE_CHECKING:
     from plume.model.heads import Model
 
-FORMAT = 6  # raise when the order changes: older files are then written anew
+FORMAT = 7  # raise when the order changes: older files are then written anew
 PAGE = 4096
 HASHED_TOGETHER = 1 << 24  # bytes of one part of a hash
 TABLE = "body.embed.tokens.weight"
@@ -62,7 +62,7 @@ class Shape(NamedTuple):
     post_norm: int
     activation: int
     kind: int  # of the weights, see panels.py
-    token_kind: int  # of the token rows
+    table_kind: int  # of the token rows, and of output weights of their own
     int8: int  # whether activations are bytes, too
     capacity: int  # tokens a slot can hold, a multiple of LANES
     threads: int
@@ -153,14 +153,11 @@ def entries(
             vector(f"{mlp}.down"),
         ]
         before_attention = norm(f"{block}.mlp.norm")
-    tokens = forms.panels(state[TABLE][: config.vocab_size], precision=rows_precision(config, precision, logits))
-    return [
-        *table,
-        _positions(state, config),
-        before_attention if post else norm("body.norm"),
-        panels(state["head.output.weight"][: config.vocab_size]) if own_output(config, logits) else tokens,
-        tokens if own_output(config, logits) else None,
-    ]
+    names = [TABLE, "head.output.weight"] if own_output(config, logits) else [TABLE]
+    kind = table_precision(config, precision, logits)
+    tables = [forms.panels(state[name][: config.vocab_size], precision=kind) for name in names]
+    last = before_attention if post else norm("body.norm")
+    return [*table, _positions(state, config), last, tables[-1], tables[0] if len(tables) > 1 else None]
 
 
 def _positions(state: Mapping[str, Array], config: ModelConfig) -> Array:
@@ -185,8 +182,10 @@ def own_output(config: ModelConfig, logits: bool) -> bool:
     return logits and not config.tie_embeddings
 
 
-def rows_precision(config: ModelConfig, precision: Precision, logits: bool) -> Precision:
-    """Of the token table: with rows that are looked up and never multiplied, four bits would save no time."""
+def table_precision(config: ModelConfig, precision: Precision, logits: bool) -> Precision:
+    """Of the token table and of output weights of their own: rows that are looked up alone save no time in four bits,
+    and an output's are most of what four bits lose.
+    """
     return "int8" if precision == "int4" and not (logits and config.tie_embeddings) else precision
 
 
@@ -217,8 +216,8 @@ def entry_sizes(config: ModelConfig, precision: Precision, *, logits: bool = Tru
 
     width, ffn, norm = config.width, config.ffn_width, 4 * (2 * config.width + 1)
     block = [norm, *matrix(3 * width, width), *matrix(width, width), norm, *matrix(ffn, width), *matrix(width, ffn)]
-    tokens = panels(config.vocab_size, width, rows_precision(config, precision, logits))
-    tables = [panels(config.vocab_size, width), tokens] if own_output(config, logits) else [tokens, 0]
+    tokens = panels(config.vocab_size, width, table_precision(config, precision, logits))
+    tables = [tokens, tokens if own_output(config, logits) else 0]
     places = 4 * (1 + max(1, config.segments) * config.context * width)
     sizes = [*block * config.layers, places, norm, *tables]
     if config.norm == "post" and not config.embed_norm:
