@@ -197,6 +197,7 @@ def test_the_command_named_when_a_rank_dies_resumes_on_other_ranks(tmp_path: Pat
 
 
 PEAK = """
+import os
 from memory import begin_peak, kilobytes
 
 def work():
@@ -211,7 +212,8 @@ def work():
         strategy = "fsdp" if ranks.many else "ddp"
         usual = dict(model=large.model, micro_batch=4 // ranks.size, precision="float32")
         settings = PlanConfig(ranks=ranks.size, strategy=strategy, **usual)
-        print("FOUND", json.dumps([ranks.rank, peak, plan_ranks(settings, plan(settings)).total_bytes]), flush=True)
+        found = json.dumps([ranks.rank, peak, plan_ranks(settings, plan(settings)).total_bytes])
+        os.write(1, f"FOUND {found}\\n".encode())  # at once, so that those of ranks do not mix
 
 fork_ranks(size, work)
 """
@@ -235,7 +237,7 @@ def test_no_rank_ever_holds_more_than_its_share(tmp_path: Path, monkeypatch: pyt
             tables.append(table)
         (tmp_path / "jobs.json").write_text(json.dumps(tables))
         out = forked(size, tmp_path, PEAK)
-        found = [json.loads(part) for part in re.findall(r"FOUND (\[.*?\])", out)]  # lines of ranks may be joined
+        found = [json.loads(part) for part in re.findall(r"FOUND (\[.*?\])", out)]
         assert sorted(rank for rank, *_ in found) == list(range(size))
         peaks[size], planned[size] = max(peak for _, peak, _ in found), found[0][2]
         shutil.rmtree(tmp_path / f"large-{size}")  # gigabytes
