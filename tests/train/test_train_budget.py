@@ -184,3 +184,14 @@ def test_what_cannot_be_sized_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="one process"):
         budget.sized(recipe("auto"))
+
+
+@pytest.mark.parametrize(
+    ("unique", "small", "large"),
+    [(2.19e6, 9.05e6, 3.80e6), (0.85e6, 5.75e6, 3.10e6)],
+    ids=["Python: 1.53 and 1.43 bits per byte", "English: 1.70 and 1.68"],
+)
+def test_reading_a_text_again_and_again_is_worth_less_than_a_larger_model(unique, small, large):
+    """Runs of two minutes: tokens that 3x96 and 4x128 read of the same text; the larger one was better in both."""
+    read = [size_law.new_tokens(tokens, unique) for tokens in (small, large)]
+    assert size_law.LAW.ratio(786_432, read[1]) < size_law.LAW.ratio(331_776, read[0])
