@@ -59,7 +59,7 @@ def run_tasks(config: EvaluateConfig) -> EvaluationReport:
     all_tasks([name for name in config.tasks if not name.startswith("harness:")], config)  # before anything is computed
     for place in config.training_data:
         if not place.startswith("hub:"):
-            next(training_texts((place,)))
+            next(training_texts((place,)), None)  # an error where no text is found
     if any(name.startswith("harness:") for name in config.tasks) and importlib.util.find_spec("lm_eval") is None:
         raise UserError("harness:NAME needs lm-evaluation-harness: pip install 'plume-lm[eval]'")
     if config.backend == "ray":

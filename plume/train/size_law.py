@@ -27,7 +27,7 @@ LAW = Law(0.7555, 6.575e-5, 0.2321, 0.01127, 0.3346)
 CODE = 0.826  # of these bits for Python's source, which is predictable from further back
 SPREAD = 0.02  # relative: the furthest of the runs from their law
 WEIGHTS, TOKENS = (98_304, 4_718_592), (0.5e6, 8e6)  # of the runs it was fitted to
-WORN = 1.5  # passes after which a repeated text has given most of what it can: fewer than at lower rates with decay
+WORN = 1.5  # passes after which a repeated text has given most of what it can, by two pairs of runs at these rates
 
 
 def new_tokens(tokens: float, unique: float) -> float:

@@ -62,6 +62,17 @@ def test_gguf_gives_the_same_greedy_tokens(trained_folder, tokenizer, tmp_path, 
     assert agreed >= {"float32": COUNT, "int4": 1}.get(precision, 5)
 
 
+def test_int4_files_keep_eight_bits_of_two_tables_and_llama_reads_them(tmp_path):
+    """As the engine does where token embeddings and output weights are two; the bundled model is such a one."""
+    gguf = pytest.importorskip("gguf", reason="the gguf package writes GGUF")
+    needs_llama()
+    result = export(ExportConfig(model="plume-en", precision="int4", out=tmp_path / "model.gguf"))
+    assert result.checked_with == "llama.cpp"
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(result.path).tensors}
+    assert types.pop("token_embd.weight") == types.pop("output.weight") == "Q8_0"
+    assert {types[name] for name in types if ".weight" in name and "norm" not in name} == {"IQ4_NL", "F32"}
+
+
 def test_a_crash_or_a_refusal_of_llama_does_not_end_the_export(trained_folder, tmp_path, monkeypatch):
     needs_llama()
     config = ExportConfig(model=str(trained_folder), out=tmp_path / "model.gguf")

@@ -15,7 +15,7 @@ from plume.inference.cpu import arithmetic
 from plume.inference.cpu.cpu_engine import CpuEngine
 from plume.inference.cpu.four_bits import iq4_blocks
 from plume.inference.cpu.pack import aligned, pack
-from plume.inference.cpu.panels import CLOSE, KINDS, float24_holds, float24_panels, float32_panels, panels
+from plume.inference.cpu.panels import CLOSE, KINDS, LEVELS, float24_holds, float24_panels, float32_panels, panels
 from plume.inference.engine import Feed
 from plume.lm import LM
 
@@ -143,6 +143,19 @@ def test_int4_is_the_nearest_of_its_levels(low_weight):
     kind = gguf.GGMLQuantizationType.Q4_0
     plain = gguf.quants.dequantize(gguf.quants.quantize(weight, kind), kind)
     assert np.square(expected - weight).sum() < 0.8 * np.square(plain - weight).sum()
+
+
+def test_scales_of_int4_have_about_the_smallest_squared_error(low_weight):
+    """Of each group, beside 200 scales around the one at which its largest weight is the outermost level."""
+    weight, found = low_weight
+    groups, levels = weight.reshape(-1, 32), LEVELS.astype(np.float32)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=1)[:, None], axis=1)
+    best = np.full(len(groups), np.inf)
+    for outermost in np.concatenate([np.linspace(-140, -80, 100), np.linspace(80, 140, 100)]):
+        near = groups * (outermost / np.where(largest == 0, 1, largest))
+        rounded = levels[np.abs(near[..., None] - levels).argmin(axis=-1)] * largest / outermost
+        best = np.minimum(best, np.square(rounded - groups).sum(axis=1))
+    assert np.square(found - weight).sum() < 1.01 * best.sum()
 
 
 def products(precision, weight, values, bias):
